@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 def aligned(shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float64) -> npt.NDArray[Any]:
-    """An array of zeros that starts at a multiple of :data:`ALIGNMENT` bytes.
+    """Make an array of zeros that starts at a multiple of :data:`ALIGNMENT` bytes.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Mesh:
         Parameters
         ----------
         points
-            ``[vertices, >= D]``; surplus columns (gmsh's third coordinate in the plane) are cut off.
+            ``[vertices, >= D]``; surplus columns (gmsh's z in the plane) are cut off.
         cells
             ``[n, D + 1]``, in any order of vertices.
         degree
@@ -104,7 +104,7 @@ class Mesh:
             raise ValueError(f"degree {self.degree}: P1, P2 and P3 need no orientations, others do")
 
     def with_degree(self, degree: int) -> Mesh:
-        """The same cells with the nodes of another degree."""
+        """Put the nodes of another degree on the same cells."""
         return Mesh(self.points, self.cells, degree)
 
     @property
@@ -148,9 +148,11 @@ class Mesh:
                     1
                 ].reshape(keys.shape)
             numbers = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
-            for entity in range(len(subsets)):
-                for node in range(per_entity):
-                    columns.append(count + numbers[:, entity] * per_entity + node)
+            columns.extend(
+                count + numbers[:, entity] * per_entity + node
+                for entity in range(len(subsets))
+                for node in range(per_entity)
+            )
             if numbers.size:
                 count += (int(numbers.max()) + 1) * per_entity
         nodes = np.stack(columns, axis=1)
@@ -167,7 +169,7 @@ class Mesh:
         from FIAT.reference_element import ufc_simplex
 
         element = Lagrange(ufc_simplex(self.dimension), self.degree)
-        reference = np.array([list(f.get_point_dict())[0] for f in element.dual_basis()])
+        reference = np.array([next(iter(f.get_point_dict())) for f in element.dual_basis()])
         barycentric = np.column_stack([1 - reference.sum(axis=1), reference])
         result = np.empty((self.node_count, self.dimension))
         result[self.nodes] = np.einsum("iv,nvd->nid", barycentric, self.points[self.cells])
@@ -233,7 +235,7 @@ def _box(dimension: int, n: int, degree: int, distort: float) -> Mesh:
 
 
 def triangles(n: int, degree: int = 1, distort: float = 0.1) -> Mesh:
-    """The unit square in ``2 n**2`` triangles, its inner points moved by a smooth map.
+    """Divide the unit square into ``2 n**2`` triangles, moved by a smooth map inside.
 
     Parameters
     ----------
@@ -248,7 +250,7 @@ def triangles(n: int, degree: int = 1, distort: float = 0.1) -> Mesh:
 
 
 def tetrahedra(n: int, degree: int = 1, distort: float = 0.1) -> Mesh:
-    """The unit cube in ``6 n**3`` tetrahedra, its inner points moved by a smooth map.
+    """Divide the unit cube into ``6 n**3`` tetrahedra, moved by a smooth map inside.
 
     Parameters are those of :func:`triangles`.
     """
