@@ -11,6 +11,7 @@ __all__ = [
     "CompilationError",
     "DeviceError",
     "InvalidLoopError",
+    "OptionError",
     "Pyop3MlirError",
     "UnsupportedLoopError",
 ]
@@ -34,3 +35,7 @@ class CompilationError(Pyop3MlirError, RuntimeError):
 
 class DeviceError(Pyop3MlirError, RuntimeError):
     """A device is absent, lost, out of memory or cannot do what was asked of it."""
+
+
+class OptionError(Pyop3MlirError, ValueError):
+    """A setting has a value that it cannot have; names the value and where it was set."""

@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -161,13 +161,14 @@ class Expr:
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Expr]] = WeakValueDictionary()
 
     @classmethod
-    def _intern(cls, key: tuple[Any, ...], **fields: Any) -> Any:
-        self = Expr._interned.get((cls, *key))
-        if self is None:
-            self = object.__new__(cls)
-            for name, value in fields.items():
-                object.__setattr__(self, name, value)
-            Expr._interned[(cls, *key)] = self
+    def _intern(cls, key: tuple[Any, ...], **fields: Any) -> Self:
+        found = Expr._interned.get((cls, *key))
+        if found is not None:
+            return cast(Self, found)
+        self = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        Expr._interned[(cls, *key)] = self
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -270,6 +271,7 @@ class Op(Expr):
     def __new__(cls, name: str, *children: Expr, dtype: Any = None) -> Op:
         if OPERATIONS.get(name) != len(children):
             raise ValueError(f"no operation {name!r} with {len(children)} operands")
+        kind: np.dtype[Any]
         if name in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"):
             kind = np.dtype(bool)
         elif dtype is not None:

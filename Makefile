@@ -1,0 +1,72 @@
+# Every target sets up what it needs in .venv; a second run finds it there.
+#
+#   make demo       the main job on a real mesh, on the CPU; needs no PETSc, MPI or compiler
+#   make test       all tests, Firedrake's included (builds PETSc and Firedrake once: a quarter of an hour)
+#   make test-core  the tests that need no Firedrake, a few minutes
+#   make lint       ruff and mypy
+#   make format     let ruff rewrite the sources
+#   make bench      the engine against the same loops in C (needs gcc)
+#   make clean      remove what was built, .venv included
+#
+# Variables: PYTHON (3.11 or later, makes .venv), PYTEST_ARGS.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.ONESHELL:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c ci/constraints.txt
+# Two processes: the tests compile a lot, and IREE's compiler itself uses several threads.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test test-core test-firedrake lint format bench clean
+
+help:
+	@sed -n '/^# *make /s/^# *//p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of extras.
+$(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[$*]'
+	touch $@
+
+# Firedrake's own script knows whether all is in place, in a tenth of a second.
+.PHONY: firedrake
+firedrake: $(VENV)/.installed-test
+	ci/system-packages.sh firedrake
+	ci/firedrake.sh $(VENV)
+	$(BIN)/python -c 'import pytest_mpi' 2>/dev/null || $(PIP) mpi-pytest
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python -m pyop3_mlir demo
+
+test: test-core test-firedrake
+
+test-core: $(VENV)/.installed-test
+	$(PYTEST) -n $(WORKERS) --ignore=tests/firedrake $(PYTEST_ARGS)
+
+test-firedrake: firedrake
+	if [ -d tests/firedrake ]; then $(PYTEST) -n $(WORKERS) tests/firedrake $(PYTEST_ARGS); fi
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m pyop3_mlir bench engine
+
+clean:
+	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
