@@ -1,0 +1,299 @@
+"""Which schedules are worth measuring for a loop on a device, and which to take unmeasured.
+
+The heuristic (tuning off) on a CPU is in_order, blocked, with 64 bytes a lane group (W = 8 for double
+precision) and tiles of four rows: eight independent accumulators hide the latency of a fused
+multiply-add, and what W and T cost is documented with the measurements in ``docs/autotuner.md``. On a
+GPU it is flat: atomic for kernels that write few values a cell, segmented for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pyop3_mlir.kernels.program import LocalKernel
+from pyop3_mlir.lowering.schedule import STRATEGIES, Schedule
+from pyop3_mlir.parloop import Access, Kind, LoopSpec
+
+__all__ = [
+    "DeviceTraits",
+    "KernelStatistics",
+    "candidates",
+    "heuristic",
+    "legal_strategies",
+    "neighbours",
+]
+
+# A GPU adds up to this many values of a cell by atomics before segments pay.
+_FEW_WRITES = 16
+
+
+@dataclass(frozen=True)
+class DeviceTraits:
+    """What of a device bears on the choice.
+
+    Attributes
+    ----------
+    gpu
+        Whether cells run on many threads at once.
+    threads
+        Threads that a dispatch is spread over (CPU).
+    vector_bytes
+        Size of a vector register (CPU).
+    registers
+        Number of vector registers (CPU).
+    l2_bytes
+        Size of a core's own second-level cache (CPU).
+    atomics
+        Whether the device adds floating point numbers of 8 bytes atomically.
+    """
+
+    gpu: bool = False
+    threads: int = 1
+    vector_bytes: int = 32
+    registers: int = 16
+    l2_bytes: int = 512 * 1024
+    atomics: bool = False
+
+    @classmethod
+    def host(cls, threads: int = 1) -> DeviceTraits:
+        """Return those of this machine's CPU; Linux tells, elsewhere they are guessed.
+
+        Parameters
+        ----------
+        threads
+            Threads that a loop uses.
+        """
+        flags = _cpu_flags()
+        if "avx512f" in flags:
+            vector_bytes, registers = 64, 32
+        elif "avx2" in flags:
+            vector_bytes, registers = 32, 16
+        elif "asimd" in flags or os.uname().machine in ("arm64", "aarch64"):
+            vector_bytes, registers = 16, 32
+        else:
+            vector_bytes, registers = 16, 16
+        return cls(False, threads, vector_bytes, registers, _l2_bytes() or cls.l2_bytes)
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found.group(1).split()) if found else frozenset()
+
+
+def _l2_bytes() -> int | None:
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.fullmatch(r"(\d+)([KM]?)\s*", text)
+    if found is None:
+        return None
+    return int(found.group(1)) * {"": 1, "K": 1024, "M": 1024**2}[found.group(2)]
+
+
+@dataclass(frozen=True)
+class KernelStatistics:
+    """What of a local kernel bears on the choice.
+
+    Attributes
+    ----------
+    scalar_bytes
+        Size of the scalars that it mostly computes with.
+    bytes_per_cell
+        Packs and temporaries of one cell.
+    rows
+        Parallel extents of its contractions: how many rows a tile can have. Empty without any.
+    pointwise
+        Extents of its loops over pointwise statements (quadrature points).
+    writes
+        Scalars that a cell writes.
+    """
+
+    scalar_bytes: int
+    bytes_per_cell: int
+    rows: tuple[int, ...]
+    pointwise: tuple[int, ...]
+    writes: int
+
+    @classmethod
+    def of(cls, kernel: LocalKernel) -> KernelStatistics:
+        """Collect them from a kernel."""
+        temporaries = [result for s in kernel.statements for result in s.results]
+        sizes: dict[int, int] = {}
+        for value in (*kernel.arguments, *temporaries):
+            if value.dtype.kind in "fc":
+                # a complex number is worked on as two reals
+                width = value.dtype.itemsize // (2 if value.dtype.kind == "c" else 1)
+                sizes[width] = sizes.get(width, 0) + value.size
+        rows, pointwise = set(), set()
+        for statement in kernel.statements:
+            extents = [dim.extent for dim in statement.dims]
+            (rows if statement.reductions else pointwise).update(e for e in extents if e > 1)
+        written = {output.argument for output in kernel.outputs}
+        return cls(
+            scalar_bytes=max(sizes, key=lambda width: sizes[width], default=8),
+            bytes_per_cell=sum(
+                v.size * v.dtype.itemsize for v in (*kernel.arguments, *temporaries)
+            ),
+            rows=tuple(sorted(rows)),
+            pointwise=tuple(sorted(pointwise)),
+            writes=sum(argument.size for argument in written),
+        )
+
+
+def legal_strategies(spec: LoopSpec, traits: DeviceTraits) -> dict[str, str | None]:
+    """Say for each scatter strategy why it cannot run this loop, or None where it can.
+
+    RW through a map means what a sequential loop does: each entity sees what earlier ones left.
+    WRITE through a map means that the last entity wins, which atomics cannot promise.
+    """
+    reasons: dict[str, str | None] = dict.fromkeys(STRATEGIES)
+    indirect = [a for a in spec.arguments if a.kind is not Kind.DIRECT and a.access.writes]
+    if traits.gpu:
+        reasons["in_order"] = "one thread of a GPU would do all the work"
+    if any(a.access is Access.RW for a in indirect):
+        for name in ("colour", "segmented", "atomic"):
+            reasons[name] = "an argument is read and written through a map: order matters"
+        reasons["in_order"] = None
+    elif not traits.atomics:
+        reasons["atomic"] = "the device has no atomic addition of floating point numbers"
+    elif any(a.access is Access.WRITE for a in indirect):
+        reasons["atomic"] = "WRITE through a map: the last entity has to win"
+    elif any(np.dtype(a.dtype).kind == "c" for a in indirect):
+        reasons["atomic"] = "complex numbers cannot be added atomically"
+    if not indirect:
+        # nothing is shared, so the strategies do not differ
+        keep = "colour" if traits.gpu else "in_order"
+        reasons = {name: None if name == keep else "no argument is shared" for name in STRATEGIES}
+    return reasons
+
+
+def heuristic(
+    statistics: KernelStatistics,
+    traits: DeviceTraits,
+    strategies: Sequence[str],
+) -> Schedule:
+    """Return the schedule to use without measuring.
+
+    Parameters
+    ----------
+    statistics, traits
+        Of the kernel and the device.
+    strategies
+        The strategies that can run the loop, at least one.
+    """
+    if traits.gpu:
+        preferred = ["segmented", "atomic", "colour"]
+        if statistics.writes <= _FEW_WRITES:
+            preferred = ["atomic", "segmented", "colour"]
+    elif traits.threads > 1:
+        preferred = ["segmented", "colour"]
+    else:
+        preferred = ["in_order", "segmented", "colour"]
+    strategy = next((name for name in preferred if name in strategies), strategies[0])
+    width = max(64 // statistics.scalar_bytes, 1)
+    while width > 1 and width * statistics.bytes_per_cell > traits.l2_bytes:
+        width //= 2
+    tile = _largest_tile(4, statistics)
+    return Schedule(strategy, "flat" if traits.gpu else "blocked", width, tile)
+
+
+def _largest_tile(wanted: int, statistics: KernelStatistics) -> int:
+    """``wanted``, or fewer rows where no contraction has as many."""
+    return max(1, min(wanted, max(statistics.rows, default=1)))
+
+
+def candidates(
+    statistics: KernelStatistics,
+    traits: DeviceTraits,
+    strategies: Sequence[str],
+    batchings: Sequence[str] = ("blocked", "flat"),
+) -> list[Schedule]:
+    """List the schedules worth building, the heuristic's first, then the most promising.
+
+    Left out are widths whose temporaries do not fit into the second-level cache, tiles with more
+    rows than any contraction has, and pairs of width and tile that need more than twice the
+    registers there are (up to that, spilling can still pay; beyond it measured times double).
+
+    Parameters
+    ----------
+    statistics, traits, strategies
+        As for :func:`heuristic`.
+    batchings
+        The batchings that can run the loop.
+    """
+    base = heuristic(statistics, traits, strategies)
+    found = [base] if base.batching in batchings else []
+    others = [name for name in strategies if name != base.strategy]
+    if "flat" in batchings:
+        flat = [replace(base, strategy=s, batching="flat") for s in (base.strategy, *others)]
+    else:
+        flat = []
+    if traits.gpu:
+        return list(dict.fromkeys([*found, *flat]))
+    if "blocked" in batchings:
+        shapes = _shapes(base, statistics, traits)
+        found += [replace(base, batching="blocked", width=w, tile=t) for w, t in shapes]
+        # how contributions are summed hardly depends on W and T: one shape tells
+        found[2:2] = [replace(base, strategy=name) for name in others]
+    return list(dict.fromkeys([*found, *flat]))
+
+
+def _shapes(
+    base: Schedule, statistics: KernelStatistics, traits: DeviceTraits
+) -> list[tuple[int, int]]:
+    """Pairs of width and tile, those nearest to the heuristic's first."""
+    lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
+    # a narrow vector machine still gains from several registers a row
+    widths = sorted({max(base.width // 2, 1), base.width, base.width * 2})
+    tiles = sorted({_largest_tile(tile, statistics) for tile in (1, 2, 3, 4, 5, 6, 8)})
+    allowed = []
+    for width in widths:
+        if width > 1 and width * statistics.bytes_per_cell > traits.l2_bytes:
+            continue
+        for tile in tiles:
+            if tile > 1 and -(-width // lanes) * tile > 2 * traits.registers:
+                continue
+            allowed.append((width, tile))
+    order = {w: abs(position - widths.index(base.width)) for position, w in enumerate(widths)}
+    # measured favourites: at the heuristic's width 4, 2, 8 and 5 rows; at the double 2 and 4
+    rank = {4: 0, 2: 1, 8: 2, 5: 3, 6: 4, 3: 5, 1: 6}
+
+    def promise(shape: tuple[int, int]) -> tuple[int, int]:
+        width, tile = shape
+        return rank.get(tile, 0) + 2 * order[width], -width
+
+    return sorted(allowed or [(base.width, base.tile)], key=promise)
+
+
+def neighbours(
+    best: Schedule, statistics: KernelStatistics, traits: DeviceTraits
+) -> list[Schedule]:
+    """List what to try around the best schedule so far: other degrees of unrolling.
+
+    Parameters
+    ----------
+    best
+        The fastest of the candidates that were measured.
+    statistics, traits
+        As for :func:`heuristic`.
+    """
+    if traits.gpu or best.batching == "flat":
+        return []
+    # unrolling acts on loops that are longer than the limit: equal limits give equal code
+    longest = max((*statistics.rows, *statistics.pointwise), default=1)
+    return [
+        replace(best, unroll=unroll)
+        for unroll in (1, 2, 4, 8)
+        if unroll != best.unroll and (unroll < longest or best.unroll < longest)
+    ]
