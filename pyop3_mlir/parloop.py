@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,6 +93,9 @@ DTYPES = tuple(
 )  # fmt: skip
 """The dtypes that a buffer may have."""
 
+LARGEST = np.iinfo(np.int32).max
+"""Entities are numbered in ``int32``."""
+
 
 @dataclass(frozen=True, eq=False)
 class IterationSet:
@@ -105,8 +109,8 @@ class IterationSet:
         Iterations ``[0, core)`` touch no halo data; ``[core, owned)`` are owned too; the rest are
         ghosts, which a loop does not visit unless it is asked to. Both default to ``size``.
     entities
-        ``int32[size]`` where iteration i visits entity ``entities[i]`` (a subset, an order), or None
-        where it visits entity i.
+        ``int32[size]`` where iteration i visits entity ``entities[i]`` (a subset, an order), or
+        None where it visits entity i. Must not be changed afterwards.
     name
         For messages.
     """
@@ -118,29 +122,32 @@ class IterationSet:
     name: str = "cells"
 
     def __post_init__(self) -> None:
-        owned = self.size if self.owned is None else self.owned
-        core = owned if self.core is None else self.core
-        if not 0 <= core <= owned <= self.size:
+        where = f"iteration set {self.name}"
+        size = _count(self.size, f"{where}: size", LARGEST)
+        owned = size if self.owned is None else _count(self.owned, f"{where}: owned", LARGEST)
+        core = owned if self.core is None else _count(self.core, f"{where}: core", LARGEST)
+        if not core <= owned <= size:
             raise InvalidLoopError(
-                f"iteration set {self.name}: 0 <= core <= owned <= size does not hold for "
-                f"core={core}, owned={owned}, size={self.size}"
+                f"{where}: 0 <= core <= owned <= size does not hold for "
+                f"core={core}, owned={owned}, size={size}"
             )
+        object.__setattr__(self, "size", size)
         object.__setattr__(self, "core", core)
         object.__setattr__(self, "owned", owned)
         if self.entities is not None:
-            entities = _integers(self.entities, f"entities of iteration set {self.name}")
-            if entities.shape != (self.size,):
+            entities = _integers(self.entities, f"entities of {where}")
+            if entities.shape != (size,):
                 raise InvalidLoopError(
-                    f"iteration set {self.name}: entities has shape {entities.shape}, "
-                    f"expected ({self.size},)"
+                    f"{where}: entities has shape {entities.shape}, expected ({size},)"
                 )
-            if self.size and int(entities.min()) < 0:
-                position = int(np.flatnonzero(entities < 0)[0])
+            wrong = (entities < 0) | (entities > LARGEST)
+            if wrong.any():
+                position = int(wrong.argmax())
                 raise InvalidLoopError(
-                    f"iteration set {self.name}: iteration {position} visits entity "
-                    f"{int(entities[position])}"
+                    f"{where}: iteration {position} visits entity {int(entities[position])}, "
+                    f"allowed are 0 to {LARGEST}"
                 )
-            object.__setattr__(self, "entities", entities)
+            object.__setattr__(self, "entities", entities.astype(np.int32, copy=False))
 
     @cached_property
     def extent(self) -> int:
@@ -149,21 +156,59 @@ class IterationSet:
             return self.size
         return int(self.entities.max()) + 1 if self.size else 0
 
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether an entity is visited more than once."""
+        if self.entities is None or self.size < 2:
+            return False
+        ordered = np.sort(self.entities)
+        return bool((ordered[1:] == ordered[:-1]).any())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of what is visited, and in which order."""
+        digest = hashlib.blake2b(repr(self.size).encode(), digest_size=16)
+        if self.entities is not None:
+            digest.update(_bytes(self.entities) if self.size else b"none")
+        return digest.hexdigest()
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    view: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(view)
+
+
+def _count(value: Any, what: str, largest: int = 2**62) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidLoopError(f"{what}: {value!r} is not an integer") from None
+    if not 0 <= number <= largest:
+        raise InvalidLoopError(f"{what}: {number} is not within 0 to {largest}")
+    return number
+
 
 def _integers(values: Any, what: str) -> npt.NDArray[Any]:
-    array = np.asarray(values)
+    """Aligned, contiguous, native int32 or int64; the array itself where it is that already."""
+    if np.ma.isMaskedArray(values):
+        raise InvalidLoopError(f"{what}: masked arrays are not supported; mark entries by -1")
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidLoopError(f"{what}: cannot be made an array ({error})") from None
     if array.dtype.kind not in "iu":
-        if array.size:
+        # an empty list becomes an empty array of floats
+        if array.size or array.dtype.kind != "f":
             raise InvalidLoopError(f"{what}: dtype {array.dtype} is not an integer type")
         array = array.astype(np.int32)
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
-        limits = np.iinfo(np.int64)
-        if not limits.min <= low <= high <= limits.max:
+        if high > np.iinfo(np.int64).max:
             raise InvalidLoopError(f"{what}: value {high} does not fit into int64")
         small = np.iinfo(np.int32)
         array = array.astype(np.int32 if small.min <= low <= high <= small.max else np.int64)
-    return np.ascontiguousarray(array)
+    result: npt.NDArray[Any] = np.require(array, requirements=["C", "A"])
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +218,11 @@ class IndexTable:
     Parameters
     ----------
     values
-        ``int32`` or ``int64`` ``[n, arity]``; row n belongs to entity n. Taken without a copy where it
-        is contiguous. Must not be changed afterwards: plans are cached with the table.
+        ``int32`` or ``int64`` ``[n, arity]``; row n belongs to entity n. Taken without a copy where
+        it is contiguous and aligned. It must not be changed afterwards: its values are checked only
+        here, and plans are cached with the table. Make a new table instead.
     bound
-        One more than the largest value allowed, usually the number of rows of the target.
+        One more than the largest value allowed: the number of rows of the target.
     allow_negative
         Whether negative values may occur. A negative entry reads as zero and is dropped on writing
         (that is how boundary conditions reach PETSc).
@@ -191,6 +237,7 @@ class IndexTable:
 
     def __post_init__(self) -> None:
         values = _integers(self.values, f"map {self.name}")
+        object.__setattr__(self, "bound", _count(self.bound, f"map {self.name}: bound"))
         if values.ndim != 2:
             raise InvalidLoopError(
                 f"map {self.name}: expected an array [entities, arity], got shape {values.shape}"
@@ -202,10 +249,12 @@ class IndexTable:
                 if not self.allow_negative:
                     wrong |= values < 0
                 entity, position = (int(i) for i in np.argwhere(wrong)[0])
+                allowed = ["negative values"] if self.allow_negative else []
+                allowed += [f"0 to {self.bound - 1}"] if self.bound else []
                 raise InvalidLoopError(
                     f"map {self.name}: entity {entity}, position {position} holds "
                     f"{int(values[entity, position])}, allowed are "
-                    f"{'negative values and ' if self.allow_negative else ''}0 to {self.bound - 1}"
+                    f"{' and '.join(allowed) or 'no values'}"
                 )
         object.__setattr__(self, "values", values)
 
@@ -229,8 +278,38 @@ class IndexTable:
         """Hexadecimal digest of the contents."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((self.values.shape, self.values.dtype.str)).encode())
-        digest.update(memoryview(self.values.reshape(-1)).cast("B"))
+        if self.values.size:
+            digest.update(_bytes(self.values))
         return digest.hexdigest()
+
+    def shares_targets(self, iterations: IterationSet | None = None) -> bool:
+        """Whether a target is touched by two iterations (twice by one does not count).
+
+        Parameters
+        ----------
+        iterations
+            The iterations to look at; every entity once where not given.
+        """
+        entities = None if iterations is None else iterations.entities
+        values = self.values if entities is None else self.values[entities]
+        if iterations is not None:
+            values = values[: iterations.size]
+        if not values.size:
+            return False
+        touched = values[values >= 0]
+        if not touched.size:
+            return False
+        if int(touched.max()) > 8 * values.size:
+            # few targets of many: number those that occur, so that memory follows the table
+            values = np.unique(np.maximum(values, -1), return_inverse=True)[1].reshape(values.shape)
+            values -= int(touched.size < values.size)
+            touched = values[values >= 0]
+        owner = np.zeros(int(touched.max()) + 1, np.int32)
+        number = np.arange(len(values), dtype=np.int32)
+        columns = [(column[column >= 0], number[column >= 0]) for column in values.T]
+        for targets, numbers in columns:
+            owner[targets] = numbers
+        return any(bool((owner[targets] != numbers).any()) for targets, numbers in columns)
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
@@ -265,6 +344,10 @@ class Argument:
         First scalar of a row that the pack holds (a view of one component).
     name
         For messages.
+    cover
+        A smaller table for planning, where there is one: entities that share none of its entries
+        write to no common target. For a matrix it is the table of rows, which has the square root
+        of the entries of ``table``.
     """
 
     buffer: npt.NDArray[Any]
@@ -275,23 +358,21 @@ class Argument:
     stride: int | None = None
     offset: int = 0
     name: str = "argument"
+    cover: IndexTable | None = None
 
     @classmethod
     def direct(cls, buffer: npt.NDArray[Any], access: Access, name: str = "dat") -> Argument:
         """Row n of ``buffer`` (shape ``[n, ...]``) belongs to entity n."""
-        buffer = _buffer(buffer, name)
-        rows = buffer.shape[0] if buffer.ndim else 0
-        components = math.prod(buffer.shape[1:]) if rows else math.prod(buffer.shape[1:] or (1,))
-        return cls(buffer, access, Kind.DIRECT, None, components, name=name)
+        buffer = _rows(buffer, name)
+        return cls(buffer, access, Kind.DIRECT, None, math.prod(buffer.shape[1:]), name=name)
 
     @classmethod
     def indirect(
         cls, buffer: npt.NDArray[Any], access: Access, table: IndexTable, name: str = "dat"
     ) -> Argument:
         """Rows ``table[n]`` of ``buffer`` (shape ``[rows, ...]``) belong to entity n."""
-        buffer = _buffer(buffer, name)
-        components = math.prod(buffer.shape[1:])
-        return cls(buffer, access, Kind.INDIRECT, table, components, name=name)
+        buffer = _rows(buffer, name)
+        return cls(buffer, access, Kind.INDIRECT, table, math.prod(buffer.shape[1:]), name=name)
 
     @classmethod
     def glob(cls, buffer: npt.NDArray[Any], access: Access, name: str = "global") -> Argument:
@@ -299,34 +380,80 @@ class Argument:
         buffer = _buffer(buffer, name)
         return cls(buffer, access, Kind.GLOBAL, None, buffer.size, name=name)
 
+    @classmethod
+    def matrix(
+        cls,
+        values: npt.NDArray[Any],
+        access: Access,
+        positions: IndexTable,
+        rows: IndexTable | None = None,
+        name: str = "mat",
+    ) -> Argument:
+        """Entries ``positions[n]`` of a sparse matrix's values belong to entity n.
+
+        Parameters
+        ----------
+        values
+            The values of a CSR matrix, ``[nnz]``, or of a blocked one, ``[blocks, rows, columns]``.
+        access
+            INC (add) or WRITE (insert); the other modes have no meaning for a matrix.
+        positions
+            Which of the values each entry of the element matrix (row-major) goes to, negative where
+            it is dropped; see :func:`pyop3_mlir.planning.csr_positions`.
+        rows
+            The table of matrix rows that ``positions`` was made from, for planning: two entities
+            with no row in common have no entry in common.
+        name
+            For messages.
+
+        Raises
+        ------
+        InvalidLoopError
+            For another access, or where the arrays do not fit together.
+        """
+        if access not in (INC, WRITE):
+            raise InvalidLoopError(f"argument {name}: a matrix takes INC or WRITE, not {access!r}")
+        return cls(values, access, Kind.INDIRECT, positions, name=name, cover=rows)
+
     def __post_init__(self) -> None:
+        where = f"argument {self.name}"
         buffer = _buffer(self.buffer, self.name)
         if not isinstance(self.access, Access):
-            raise InvalidLoopError(f"argument {self.name}: {self.access!r} is not an access mode")
+            raise InvalidLoopError(f"{where}: {self.access!r} is not an access mode")
+        if not isinstance(self.kind, Kind):
+            raise InvalidLoopError(f"{where}: {self.kind!r} is not a kind of argument")
         if self.access.writes and not buffer.flags.writeable:
-            raise InvalidLoopError(
-                f"argument {self.name}: access {self.access.name} but the array is read-only"
-            )
+            raise InvalidLoopError(f"{where}: access {self.access.name} but the array is read-only")
+        for table in (self.table, self.cover):
+            if table is not None and not isinstance(table, IndexTable):
+                raise InvalidLoopError(
+                    f"{where}: expected an IndexTable, got {type(table).__name__}"
+                )
         if (self.table is not None) != (self.kind is Kind.INDIRECT):
             raise InvalidLoopError(
-                f"argument {self.name}: {self.kind.value} arguments "
+                f"{where}: {self.kind.value} arguments "
                 f"{'need' if self.kind is Kind.INDIRECT else 'take no'} table"
             )
-        stride = self.components if self.stride is None else self.stride
-        if self.components < 0 or stride < 0 or self.offset < 0:
+        if self.cover is not None and (self.table is None or self.cover.size != self.table.size):
             raise InvalidLoopError(
-                f"argument {self.name}: components={self.components}, stride={stride} and "
-                f"offset={self.offset} must not be negative"
+                f"{where}: map {self.cover.name} for planning has {self.cover.size} rows, "
+                f"expected {self.table.size if self.table is not None else 'no such map'}"
             )
+        components = _count(self.components, f"{where}: components")
+        stride = components if self.stride is None else _count(self.stride, f"{where}: stride")
+        object.__setattr__(self, "components", components)
+        object.__setattr__(self, "stride", stride)
+        object.__setattr__(self, "offset", _count(self.offset, f"{where}: offset"))
         if self.kind is Kind.GLOBAL and self.access in (WRITE, RW):
             raise InvalidLoopError(
-                f"argument {self.name}: a global cannot be accessed with {self.access.name} in a "
+                f"{where}: a global cannot be accessed with {self.access.name} in a "
                 "parallel loop; use INC, MIN or MAX"
             )
-        object.__setattr__(self, "stride", stride)
-        if self.table is not None and self.table.arity and self.components:
+        if self.access in (MIN, MAX) and buffer.dtype.kind == "c":
+            raise InvalidLoopError(f"{where}: {self.access.name} has no meaning for {buffer.dtype}")
+        if self.table is not None and self.table.arity and components:
             self._check_rows(self.table.bound if self.table.size else 0, "map bound")
-        if self.kind is Kind.GLOBAL and self.components:
+        if self.kind is Kind.GLOBAL and components:
             self._check_rows(1, "rows")
 
     def _check_rows(self, rows: int, what: str) -> None:
@@ -357,15 +484,54 @@ def _buffer(buffer: Any, name: str) -> npt.NDArray[Any]:
         raise InvalidLoopError(
             f"argument {name}: expected a numpy array, got {type(buffer).__name__}"
         )
-    if buffer.dtype not in DTYPES or not buffer.dtype.isnative:
+    array: npt.NDArray[Any] = buffer
+    if np.ma.isMaskedArray(buffer):
+        raise InvalidLoopError(f"argument {name}: masked arrays are not supported")
+    if buffer.dtype not in DTYPES:
         raise InvalidLoopError(
-            f"argument {name}: dtype {buffer.dtype} is not one of {', '.join(map(str, DTYPES))}"
+            f"argument {name}: dtype {buffer.dtype.str} ({buffer.dtype}) is not one of "
+            f"{', '.join(map(str, DTYPES))} in native byte order"
         )
     if not buffer.flags.c_contiguous:
-        raise InvalidLoopError(f"argument {name}: the array is not C-contiguous")
-    if buffer.ctypes.data % buffer.dtype.itemsize:
+        raise InvalidLoopError(
+            f"argument {name}: the array is not C-contiguous; pass the whole array, and "
+            "components, stride and offset of the part"
+        )
+    if not buffer.flags.aligned:
         raise InvalidLoopError(f"argument {name}: the array is not aligned to its item size")
+    return array
+
+
+def _components_apart(first: Argument, second: Argument) -> bool:
+    """Whether two arguments on the same array reach different scalars of it for all entities."""
+    (a, b), (c, d) = (
+        (argument.offset, argument.offset + argument.components) for argument in (first, second)
+    )
+    if b > c and d > a:
+        return False
+    if first.kind is Kind.GLOBAL and second.kind is Kind.GLOBAL:
+        return True
+    if first.kind is Kind.GLOBAL or second.kind is Kind.GLOBAL:
+        return False
+    assert first.stride is not None
+    return first.stride == second.stride and max(b, d) <= first.stride
+
+
+def _rows(buffer: Any, name: str) -> npt.NDArray[Any]:
+    buffer = _buffer(buffer, name)
+    if not buffer.ndim:
+        raise InvalidLoopError(
+            f"argument {name}: the array has no axis of rows; use Argument.glob for a scalar"
+        )
     return buffer
+
+
+def _overlap(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
+    """Whether two contiguous arrays have a byte in common."""
+    if not first.nbytes or not second.nbytes:
+        return False
+    a, c = (array.__array_interface__["data"][0] for array in (first, second))
+    return bool(a < c + second.nbytes and c < a + first.nbytes)
 
 
 @dataclass(frozen=True)
@@ -424,6 +590,9 @@ class LoopSpec:
 class Parloop:
     """A parallel loop.
 
+    Its meaning is that of a sequential loop over the iterations: all packs are gathered, the kernel
+    runs, the packs are scattered, argument after argument, slot after slot.
+
     Parameters
     ----------
     kernel
@@ -454,6 +623,21 @@ class Parloop:
         arguments: Sequence[Argument],
         name: str = "",
     ) -> None:
+        where = f"loop {name or getattr(kernel, 'name', '')}"
+        if not isinstance(kernel, LocalKernel):
+            raise InvalidLoopError(f"{where}: expected a LocalKernel, got {type(kernel).__name__}")
+        if not isinstance(iteration_set, IterationSet):
+            raise InvalidLoopError(
+                f"{where}: expected an IterationSet, got {type(iteration_set).__name__}"
+            )
+        if not isinstance(arguments, Sequence):
+            raise InvalidLoopError(f"{where}: arguments must be a sequence")
+        for number, argument in enumerate(arguments):
+            if not isinstance(argument, Argument):
+                raise InvalidLoopError(
+                    f"{where}, argument {number}: expected an Argument, got "
+                    f"{type(argument).__name__}"
+                )
         object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "iteration_set", iteration_set)
         object.__setattr__(self, "arguments", tuple(arguments))
@@ -467,7 +651,7 @@ class Parloop:
                 f"loop {self.name}: the kernel takes {len(kernel.arguments)} arguments, "
                 f"{len(arguments)} were given"
             )
-        outputs = {output.argument for output in kernel.outputs}
+        extent = self.iteration_set.extent
         for number, (formal, actual) in enumerate(zip(kernel.arguments, arguments, strict=True)):
             where = f"loop {self.name}, argument {number} ({actual.name})"
             if formal.size != actual.slots:
@@ -480,56 +664,121 @@ class Parloop:
                     f"{where}: the kernel's {formal.name} is {formal.dtype}, the buffer "
                     f"{actual.buffer.dtype}"
                 )
-            if formal in outputs and not actual.access.writes:
+            pieces = sum(output.argument is formal for output in kernel.outputs)
+            if pieces and not actual.access.writes:
                 raise InvalidLoopError(f"{where}: access READ, but the kernel changes it")
-            extent = self.iteration_set.extent
+            if pieces > 1 and actual.access is not INC:
+                raise InvalidLoopError(
+                    f"{where}: access {actual.access.name}, but the kernel gives {pieces} values "
+                    "for it; only INC adds several up"
+                )
             if actual.table is not None and actual.table.size < extent:
                 raise InvalidLoopError(
                     f"{where}: map {actual.table.name} has {actual.table.size} rows, iteration set "
                     f"{self.iteration_set.name} visits entity {extent - 1}"
                 )
             if actual.kind is Kind.DIRECT and actual.components:
-                try:
-                    actual._check_rows(extent, "entities")
-                except InvalidLoopError as error:
-                    raise InvalidLoopError(f"{where}: {error}") from None
+                self._check_direct(actual, where, extent)
+            if actual.access.writes:
+                self._check_operands(actual, where)
         self._check_aliases()
 
+    def _check_direct(self, argument: Argument, where: str, extent: int) -> None:
+        try:
+            argument._check_rows(extent, "entities")
+        except InvalidLoopError as error:
+            raise InvalidLoopError(f"{where}: {error}") from None
+        assert argument.stride is not None
+        if argument.access.writes and extent > 1 and argument.stride < argument.components:
+            raise InvalidLoopError(
+                f"{where}: rows overlap (stride {argument.stride}, {argument.components} "
+                f"components) but the loop changes them; what entities share needs a map"
+            )
+
+    def _check_operands(self, argument: Argument, where: str) -> None:
+        """Refuse to change indices that are in use: they were checked against their bounds once."""
+        indices = [
+            (f"map {t.name}", t.values) for a in self.arguments if (t := a.table) is not None
+        ]
+        if self.iteration_set.entities is not None:
+            indices.append(
+                (f"iteration set {self.iteration_set.name}", self.iteration_set.entities)
+            )
+        for what, values in indices:
+            if _overlap(argument.buffer, values):
+                raise InvalidLoopError(
+                    f"{where}: access {argument.access.name}, but its memory holds the indices of "
+                    f"{what}"
+                )
+
     def _check_aliases(self) -> None:
-        """Refuse loops whose result depends on the order of iteration in a way no one defined."""
+        """Refuse loops whose result depends on the order of iteration in a way no one defined.
+
+        Two arguments may share an array where none of them changes it, where their components are
+        apart, or where both add to it (INC), take the smaller or larger value (MIN, MAX), or store
+        (WRITE: the later entity wins, and within an entity the later argument).
+        """
         arguments = self.arguments
         for i, first in enumerate(arguments):
             for j in range(i + 1, len(arguments)):
                 second = arguments[j]
                 if not (first.access.writes or second.access.writes):
                     continue
-                (a, b), (c, d) = first.range(), second.range()
-                if not (a < d and c < b):
+                if not _overlap(first.buffer, second.buffer):
                     continue
                 where = (
                     f"loop {self.name}: arguments {i} ({first.name}, {first.access.name}) and "
                     f"{j} ({second.name}, {second.access.name})"
                 )
-                if (a, b) != (c, d) or first.buffer.dtype != second.buffer.dtype:
+                if first.range() != second.range() or first.buffer.dtype != second.buffer.dtype:
                     raise InvalidLoopError(
-                        f"{where} overlap in memory without being the same array"
+                        f"{where} overlap in memory without being the same array; pass the whole "
+                        "array to both, with components, stride and offset of the part"
                     )
-                if first.access is not second.access:
+                if _components_apart(first, second):
+                    continue
+                if first.access is not second.access or first.access is RW:
                     raise InvalidLoopError(
                         f"{where} are the same array: what one reads depends on when the other "
                         "changes it. Use one argument with access RW, or a copy"
                     )
+                if (first.kind is Kind.GLOBAL) != (second.kind is Kind.GLOBAL):
+                    raise InvalidLoopError(
+                        f"{where} are the same array, changed as a global and entity by entity. "
+                        "Reduce into an array of its own"
+                    )
+
+    @cached_property
+    def order_dependent(self) -> bool:
+        """Whether the result depends on the order of the iterations, beyond rounding.
+
+        True where two iterations go through the same targets of an argument with access RW: the
+        second reads what the first stored. Such a loop runs in order, one entity after another.
+        """
+        iterations = self.iteration_set
+        for argument in self.arguments:
+            if argument.access is not RW or not argument.slots:
+                continue
+            if argument.table is None:
+                if iterations.repeats:
+                    return True
+                continue
+            assert argument.stride is not None
+            if argument.stride < argument.components or argument.table.shares_targets(iterations):
+                return True
+        return False
 
     @cached_property
     def spec(self) -> LoopSpec:
         """What compiled code depends on."""
-        buffers: dict[int, int] = {}
+        buffers: dict[Any, int] = {}
         tables: dict[int, int] = {}
         specs = []
         for argument in self.arguments:
-            start, _ = argument.range()
             # an empty array has no address of its own
-            key = start if argument.buffer.nbytes else -id(argument.buffer)
+            empty = not argument.buffer.nbytes
+            where = id(argument.buffer) if empty else argument.range()
+            key = (empty, where, argument.buffer.dtype.str)
             buffer = buffers.setdefault(key, len(buffers))
             table = argument.table
             assert argument.stride is not None
@@ -551,14 +800,18 @@ class Parloop:
                 )
             )
         entities = self.iteration_set.entities
-        return LoopSpec(self.name, tuple(specs), entities.dtype.str if entities is not None else None)
+        return LoopSpec(
+            self.name, tuple(specs), entities.dtype.str if entities is not None else None
+        )
 
     @cached_property
     def buffers(self) -> tuple[npt.NDArray[Any], ...]:
         """The distinct buffers, by operand number."""
         found = {
             spec.buffer: argument.buffer
-            for spec, argument in reversed(list(zip(self.spec.arguments, self.arguments, strict=True)))
+            for spec, argument in reversed(
+                list(zip(self.spec.arguments, self.arguments, strict=True))
+            )
         }
         return tuple(found[number] for number in range(len(found)))
 
@@ -567,7 +820,9 @@ class Parloop:
         """The distinct tables, by operand number."""
         found = {
             spec.table: argument.table
-            for spec, argument in reversed(list(zip(self.spec.arguments, self.arguments, strict=True)))
+            for spec, argument in reversed(
+                list(zip(self.spec.arguments, self.arguments, strict=True))
+            )
             if spec.table is not None and argument.table is not None
         }
         return tuple(found[number] for number in range(len(found)))
