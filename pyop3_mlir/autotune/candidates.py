@@ -1,9 +1,9 @@
 """Which schedules are worth measuring for a loop on a device, and which to take unmeasured.
 
-The heuristic (tuning off) on a CPU is in_order, blocked, with 64 bytes a lane group (W = 8 for double
-precision) and tiles of four rows: eight independent accumulators hide the latency of a fused
-multiply-add, and what W and T cost is documented with the measurements in ``docs/autotuner.md``. On a
-GPU it is flat: atomic for kernels that write few values a cell, segmented for the others.
+The heuristic (tuning off) on a CPU is in_order, blocked, with blocks of 64 bytes (W = 8 for double
+precision) and tiles of four rows: independent accumulators hide the latency of a fused
+multiply-add. On a GPU it is flat: atomic for kernels that write few values a cell, segmented for
+the others. ``docs/autotuner.md`` has the reasons.
 """
 
 from __future__ import annotations
@@ -128,23 +128,22 @@ class KernelStatistics:
     @classmethod
     def of(cls, kernel: LocalKernel) -> KernelStatistics:
         """Collect them from a kernel."""
-        temporaries = [result for s in kernel.statements for result in s.results]
+        values = [*kernel.arguments, *(result for s in kernel.statements for result in s.results)]
         sizes: dict[int, int] = {}
-        for value in (*kernel.arguments, *temporaries):
+        for value in values:
             if value.dtype.kind in "fc":
                 # a complex number is worked on as two reals
                 width = value.dtype.itemsize // (2 if value.dtype.kind == "c" else 1)
                 sizes[width] = sizes.get(width, 0) + value.size
-        rows, pointwise = set(), set()
+        rows: set[int] = set()
+        pointwise: set[int] = set()
         for statement in kernel.statements:
             extents = [dim.extent for dim in statement.dims]
             (rows if statement.reductions else pointwise).update(e for e in extents if e > 1)
         written = {output.argument for output in kernel.outputs}
         return cls(
             scalar_bytes=max(sizes, key=lambda width: sizes[width], default=8),
-            bytes_per_cell=sum(
-                v.size * v.dtype.itemsize for v in (*kernel.arguments, *temporaries)
-            ),
+            bytes_per_cell=sum(v.size * v.dtype.itemsize for v in values),
             rows=tuple(sorted(rows)),
             pointwise=tuple(sorted(pointwise)),
             writes=sum(argument.size for argument in written),

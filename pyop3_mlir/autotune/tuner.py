@@ -1,9 +1,9 @@
 """Measure candidates on the real loop and choose among them.
 
-Timings on a shared machine drift, so candidates are never timed one after another: each round runs
-every candidate that is still in the race once, and medians are compared. After each stage the slower
-half leaves (successive halving, Jamieson and Talwalkar, AISTATS 2016), so that most of the budget is
-spent on telling the good ones apart.
+Timings on a shared machine drift, so candidates are never timed one after another: each round
+runs every candidate that is still in the race once, and medians are compared. After each stage the
+slower half leaves (successive halving, Jamieson and Talwalkar, AISTATS 2016), so that most of the
+budget is spent on telling the good ones apart.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ Arrays = Sequence[npt.NDArray[Any]]
 Runner = Callable[[], Arrays]
 """Runs the loop once and returns the arrays that it wrote, which may be the same at each call."""
 
-# Rounds that a candidate has been in when the slower half leaves.
-_STAGES = (1, 3, 7, 15)
+# After so many rounds the slower half leaves, but for those that are nearer to the best than this:
+# the fewer samples, the less a difference means.
+_STAGES = ((1, 2.0), (3, 1.3), (7, 1.05), (15, 1.0))
 # After one run alone a candidate is only dropped where no noise explains the difference.
 _HOPELESS = 3.0
-# Candidates this near to the best stay, whatever their rank.
-_NEAR = 1.05
 # Shorter runs are repeated within a sample: the clock and the call's own cost would be measured.
 _SHORTEST_SAMPLE = 500e-6
 # Share of the budget after which no more candidates are built.
@@ -161,7 +160,8 @@ def check_outputs(reference: Arrays, result: Arrays) -> None:
 
     Schedules add the same numbers up in different orders. That changes an entry by a few units of
     rounding of the largest *term*, which may be far larger than the sum, so differences are held
-    against ``eps**(2/3)`` (4e-11 for double precision) of the largest entry. Integers have to agree.
+    against ``eps**(2/3)`` (4e-11 for double precision) of the largest entry. Integers have to be
+    equal.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def tune(
         result is what the others' are checked against.
     build
         Compiles a candidate and returns a function that runs the real loop once, on copies of the
-        buffers that it writes, and returns them. Two runners made by it must start from the same data.
+        buffers that it writes, and returns them. Runners must start from the same data.
     budget_s
         Seconds that all of it may take. The first candidate is built whatever it says.
     check
@@ -339,7 +339,7 @@ class _Race:
         measurement.samples.append(once)
         measurement.outcome = Outcome.TIMED
         self.alive[measurement.schedule] = (measurement, runner, repeats)
-        self._drop(beyond=_HOPELESS, keep=len(self.alive))
+        self._drop(beyond=_HOPELESS, keep=1)
 
     def run(self, step: Callable[[str, int], None]) -> None:
         """Time those in the race against each other until one is left or time is up."""
@@ -347,9 +347,9 @@ class _Race:
         for measurement, _, _ in self.alive.values():
             del measurement.samples[1:]
         rounds = 0
-        for stage in _STAGES:
+        for end, near in _STAGES:
             step(f"timing {len(self.alive)} candidates", 0)
-            while rounds < stage:
+            while rounds < end:
                 for measurement, runner, repeats in list(self.alive.values()):
                     if self.used(ahead=measurement.seconds * repeats):
                         self.complete &= len(self.alive) == 1
@@ -361,7 +361,7 @@ class _Race:
                     for measurement, _, _ in self.alive.values():
                         del measurement.samples[0]
             if len(self.alive) > 1:
-                self._drop(beyond=_NEAR, keep=(len(self.alive) + 1) // 2)
+                self._drop(beyond=near, keep=(len(self.alive) + 1) // 2)
 
     def _sample(self, measurement: Measurement, runner: Runner, repeats: int) -> None:
         try:
@@ -383,19 +383,23 @@ class _Race:
             return
         limit = beyond * ranked[0][0].seconds
         for position, (measurement, _, _) in enumerate(ranked):
-            if measurement.seconds > limit and (position >= keep or beyond == _HOPELESS):
+            if position >= keep and measurement.seconds > limit:
                 measurement.outcome = Outcome.DROPPED
                 # lets go of the runner: compiled code and scratch arrays
                 del self.alive[measurement.schedule]
 
     def finish(self) -> TuningResult:
         """Rank everything; raise where nothing ran."""
-        if not self.alive:
+        # a leader may fail when those it beat have left already
+        timed = [m for m, _, _ in self.alive.values()] or [
+            m for m in self.measurements if m.outcome is Outcome.DROPPED
+        ]
+        if not timed:
             raise CompilationError(
                 f"none of {len(self.measurements)} candidates could be built and run; "
                 f"the first error was {type(self.error).__name__}: {self.error}"
             ) from self.error
-        best = self.leader
+        best = min(timed, key=lambda m: m.seconds)
         best.outcome = Outcome.CHOSEN
         order = {Outcome.CHOSEN: 0, Outcome.TIMED: 1, Outcome.DROPPED: 1}
         ranked = sorted(self.measurements, key=lambda m: (order.get(m.outcome, 2), m.seconds))
@@ -429,7 +433,7 @@ def _progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[str, in
 
 
 def _is_first_process() -> bool:
-    """Whether this is rank 0 of an MPI program, told from what launchers set: MPI stays unimported."""
+    """Whether this is rank 0 of an MPI program; launchers tell, so that MPI stays unimported."""
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"):
         if name in os.environ:
             return os.environ[name] == "0"
