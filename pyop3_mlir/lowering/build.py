@@ -1,0 +1,615 @@
+"""The first stage: a loop as one function of upstream linalg, tensor, arith, math and scf operations.
+
+The function has the operands of :func:`operand_types` and works on all cells at once: every value is
+a tensor with the cell as its last dimension, a :class:`~pyop3_mlir.kernels.program.Compute` is one
+``linalg.generic`` over ``[dims..., cell]``, a gather is one whose body extracts from a buffer at an
+index read from a table, and the scatter is a sequential loop over the cells. The passes in
+``lowering/passes`` turn it into what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from xdsl.dialects import arith, func, tensor
+from xdsl.dialects.builtin import (
+    DYNAMIC_INDEX,
+    AffineMapAttr,
+    IndexType,
+    ModuleOp,
+    TensorType,
+    i64,
+)
+from xdsl.dialects.linalg.attrs import IteratorTypeAttr
+from xdsl.dialects.linalg.ops import FillOp, GenericOp
+from xdsl.dialects.linalg.ops import IndexOp as LinalgIndexOp
+from xdsl.dialects.linalg.ops import YieldOp as LinalgYieldOp
+from xdsl.ir import Attribute, Block, Region, SSAValue
+from xdsl.ir.affine import AffineExpr, AffineMap
+
+from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.kernels.program import (
+    Compute,
+    Dim,
+    Expr,
+    IndexOf,
+    KernelArgument,
+    Load,
+    LocalKernel,
+    Output,
+    Scalar,
+    Source,
+    Table,
+    postorder,
+)
+from pyop3_mlir.lowering.emit import (
+    Emitter,
+    IndexLike,
+    element_type,
+    emit_bodies,
+    load_cast,
+    storage_type,
+    store_cast,
+)
+from pyop3_mlir.parloop import INC, MAX, MIN, Access, ArgumentSpec, Kind, LoopSpec
+
+__all__ = ["build_module", "operand_types", "written_buffers"]
+
+
+def operand_types(spec: LoopSpec) -> list[Attribute]:
+    """Types of the operands of ``@loop``.
+
+    ``start`` and ``stop`` (``i64``), the entity list if there is one, the tables by operand number,
+    the buffers by operand number; every array is flattened to one dimension of dynamic size.
+    """
+    types: list[Attribute] = [i64, i64]
+    if spec.entities is not None:
+        types.append(_flat(np.dtype(spec.entities)))
+    tables = {a.table: a.index_dtype for a in spec.arguments if a.table is not None}
+    types += [_flat(np.dtype(tables[number])) for number in sorted(tables)]
+    buffers = {a.buffer: a.dtype for a in spec.arguments}
+    types += [_flat(np.dtype(buffers[number])) for number in sorted(buffers)]
+    return types
+
+
+def written_buffers(spec: LoopSpec) -> list[int]:
+    """Operand numbers of the buffers that the loop changes, ascending: the results of ``@loop``."""
+    return sorted({a.buffer for a in spec.arguments if a.access.writes})
+
+
+def _flat(dtype: np.dtype[Any]) -> TensorType[Any]:
+    return TensorType(storage_type(dtype), [DYNAMIC_INDEX])
+
+
+def build_module(kernel: LocalKernel, spec: LoopSpec) -> ModuleOp:
+    """The tensor stage of a loop.
+
+    Parameters
+    ----------
+    kernel
+        The local kernel; it is validated here.
+    spec
+        How its arguments are gathered and scattered.
+
+    Returns
+    -------
+    ModuleOp
+        A module with the function ``@loop`` and nothing else.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where an operation or type of the kernel has no counterpart.
+    """
+    kernel.validate()
+    return _Builder(kernel, spec).build()
+
+
+class _Builder:
+    """State of building one function."""
+
+    def __init__(self, kernel: LocalKernel, spec: LoopSpec) -> None:
+        self.kernel = kernel
+        self.spec = spec
+        self.of = dict(zip(kernel.arguments, spec.arguments, strict=True))
+        types = operand_types(spec)
+        self.block = Block(arg_types=types)
+        self.e = Emitter(self.block)
+        args = list(self.block.args)
+        self.start_arg, self.stop_arg = args[:2]
+        position = 2
+        self.entities: SSAValue | None = None
+        if spec.entities is not None:
+            self.entities = args[position]
+            position += 1
+        ntables = len({a.table for a in spec.arguments if a.table is not None})
+        self.tables = args[position : position + ntables]
+        self.buffers = args[position + ntables :]
+        self.values: dict[Source, SSAValue] = {}
+        self.varying: dict[Source, bool] = {}
+
+    def build(self) -> ModuleOp:
+        e = self.e
+        self.start = e.to_index(self.start_arg)
+        self.stop = e.to_index(self.stop_arg)
+        self.count = e.insert(arith.SubiOp(self.stop, self.start))
+        self._cells()
+        used = {
+            node.source
+            for statement in self.kernel.statements
+            for node in postorder(statement.bodies)
+            if isinstance(node, Load)
+        }
+        for argument in self.kernel.arguments:
+            if argument in used and argument.size:
+                self._gather(argument)
+        for statement in self.kernel.statements:
+            self._compute(statement)
+        results = self._scatter()
+        e.insert(func.ReturnOp(*results))
+        function = func.FuncOp(
+            "loop",
+            ([a.type for a in self.block.args], [r.type for r in results]),
+            Region(self.block),
+        )
+        return ModuleOp([function])
+
+    # values
+
+    def _type(self, shape: Sequence[int], element: Attribute, varying: bool) -> TensorType[Any]:
+        return TensorType(element, [*shape, DYNAMIC_INDEX] if varying else list(shape))
+
+    def _empty(self, shape: Sequence[int], element: Attribute, varying: bool) -> SSAValue:
+        return self.e.insert(
+            tensor.EmptyOp(
+                [self.count] if varying else [], self._type(shape, element, varying)
+            )
+        )
+
+    def _generic(
+        self,
+        extents: int,
+        reductions: int,
+        varying: bool,
+        inputs: Sequence[tuple[SSAValue, AffineMap]],
+        outputs: Sequence[SSAValue],
+        body: Block,
+    ) -> tuple[SSAValue, ...]:
+        """A linalg.generic over ``[extents dims, reductions dims, cell]``."""
+        rank = extents + reductions + varying
+        parallel, reduction = IteratorTypeAttr.parallel(), IteratorTypeAttr.reduction()
+        kinds = [parallel] * extents + [reduction] * reductions + [parallel] * varying
+        keep = [AffineExpr.dimension(d) for d in range(extents)]
+        if varying:
+            keep.append(AffineExpr.dimension(rank - 1))
+        maps = [m for _, m in inputs] + [AffineMap(rank, 0, tuple(keep))] * len(outputs)
+        op = GenericOp(
+            [v for v, _ in inputs],
+            outputs,
+            Region(body),
+            [AffineMapAttr(m) for m in maps],
+            kinds,
+            [v.type for v in outputs],
+        )
+        self.e.insert(op)
+        return tuple(op.results)
+
+    def _cells(self) -> None:
+        """The number of the entity that each iteration visits."""
+        body = Block(arg_types=[i64])
+        e = Emitter(body)
+        lane = e.insert(LinalgIndexOp(0))
+        # the last block of a blocked loop has lanes beyond the end: they repeat the last entity
+        last = e.sub(self.stop, 1)
+        iteration = e.minimum(e.add(lane, self.start), last)
+        if self.entities is not None:
+            value = e.insert(
+                tensor.ExtractOp(
+                    self.entities,
+                    [e.index(iteration)],
+                    self.entities.type.element_type,  # type: ignore[attr-defined]
+                )
+            )
+            iteration = e.to_index(value)
+        e.insert(LinalgYieldOp(e.insert(arith.IndexCastOp(e.index(iteration), i64))))
+        out = self._empty((), i64, True)
+        (self.cells,) = self._generic(0, 0, True, [], [out], body)
+
+    def _row(
+        self, e: Emitter, spec: ArgumentSpec, cell: IndexLike, position: IndexLike
+    ) -> IndexLike:
+        """The row of the buffer that the pack's row ``position`` of an entity is."""
+        if spec.kind is Kind.GLOBAL:
+            return 0
+        if spec.kind is Kind.DIRECT:
+            return cell
+        assert spec.table is not None
+        table = self.tables[spec.table]
+        at = e.add(e.mul(cell, spec.arity), position)
+        value = e.insert(
+            tensor.ExtractOp(table, [e.index(at)], table.type.element_type)  # type: ignore[attr-defined]
+        )
+        return e.to_index(value)
+
+    def _gather(self, argument: KernelArgument) -> None:
+        """The pack of each entity, with the shape that the kernel gives it."""
+        spec = self.of[argument]
+        varying = spec.kind is not Kind.GLOBAL
+        element = element_type(argument.dtype)
+        if not spec.access.gathers:
+            zero = self.e.constant(np.zeros((), argument.dtype)[()], element)
+            empty = self._empty(argument.shape, element, True)
+            fill = FillOp([zero], [empty], [empty.type])
+            self.values[argument] = self.e.insert(fill)
+            self.varying[argument] = True
+            return
+        rank = len(argument.shape)
+        body = Block(arg_types=[i64, element] if varying else [element])
+        e = Emitter(body)
+        position = e.linear([e.insert(LinalgIndexOp(d)) for d in range(rank)], argument.shape)
+        row, component = e.floordiv(position, spec.components), e.rem(position, spec.components)
+        cell: IndexLike = e.to_index(body.args[0]) if varying else 0
+        row = self._row(e, spec, cell, row)
+        buffer = self.buffers[spec.buffer]
+        stored = buffer.type.element_type  # type: ignore[attr-defined]
+        inside: SSAValue | None = None
+        if spec.negative:
+            zero_index = e.index(0)
+            inside = e.insert(arith.CmpiOp(e.index(row), zero_index, "sge"))
+            row = e.insert(arith.MaxSIOp(e.index(row), zero_index))
+        at = e.add(e.mul(row, spec.stride), e.add(component, spec.offset))
+        value = e.insert(tensor.ExtractOp(buffer, [e.index(at)], stored))
+        if inside is not None:
+            zero = e.constant(np.zeros((), argument.dtype)[()], stored)
+            value = e.insert(arith.SelectOp(inside, value, zero))
+        e.insert(LinalgYieldOp(load_cast(e, value, argument.dtype)))
+        out = self._empty(argument.shape, element, varying)
+        inputs = []
+        if varying:
+            cells = AffineMap(rank + 1, 0, (AffineExpr.dimension(rank),))
+            inputs.append((self.cells, cells))
+        (self.values[argument],) = self._generic(rank, 0, varying, inputs, [out], body)
+        self.varying[argument] = varying
+
+    def _source(self, source: Source) -> SSAValue:
+        """The tensor that holds a source; tables become constants where they are first used."""
+        if source not in self.values:
+            assert isinstance(source, Table), source.name
+            self.values[source] = self.e.dense(source.values)
+            self.varying[source] = False
+        return self.values[source]
+
+    def _compute(self, statement: Compute) -> None:
+        """One linalg.generic with a result for each body."""
+        loads = [node for node in postorder(statement.bodies) if isinstance(node, Load)]
+        for load in loads:
+            self._source(load.source)
+        varying = any(self.varying[load.source] for load in loads)
+        dims = statement.dims + statement.reductions
+        number = {dim: d for d, dim in enumerate(dims)}
+        rank = len(dims) + varying
+        operands: dict[Load, tuple[SSAValue, AffineMap]] = {}
+        for load in loads:
+            affine = _operand_map(load, number, rank, self.varying[load.source])
+            if affine is not None:
+                operands[load] = (self.values[load.source], affine)
+        inputs = list(operands.values())
+        inputs += self._extents(dims[len(statement.dims) :], number, rank, inputs)
+        elements = [element_type(result.dtype) for result in statement.results]
+        body = Block(
+            arg_types=[v.type.element_type for v, _ in inputs] + elements  # type: ignore[attr-defined]
+        )
+        e = Emitter(body)
+        given: dict[Expr, SSAValue] = {}
+        for load, argument in zip(operands, body.args, strict=False):
+            table = isinstance(load.source, Table)
+            given[load] = load_cast(e, argument, load.dtype) if table else argument
+
+        def leaf(node: Expr, values: Mapping[Expr, SSAValue]) -> SSAValue | None:
+            if isinstance(node, IndexOf):
+                return e.insert(LinalgIndexOp(number[node.dim]))
+            if not isinstance(node, Load):
+                return None
+            source = self.values[node.source]
+            indices = [values[child] for child in node.children]
+            if self.varying[node.source]:
+                indices.append(e.insert(LinalgIndexOp(rank - 1)))
+            value = e.insert(tensor.ExtractOp(source, indices, storage_of(node.source)))
+            return load_cast(e, value, node.dtype) if isinstance(node.source, Table) else value
+
+        values = emit_bodies(e, statement.bodies, leaf, given)
+        if statement.reductions:
+            carried = body.args[len(inputs) :]
+            values = [_sum(e, c, v) for c, v in zip(carried, values, strict=True)]
+        e.insert(LinalgYieldOp(*values))
+        outputs = []
+        for result, element in zip(statement.results, elements, strict=True):
+            out = self._empty(result.shape, element, varying)
+            if statement.reductions:
+                zero = self.e.constant(np.zeros((), result.dtype)[()], element)
+                out = self.e.insert(FillOp([zero], [out], [out.type]))
+            outputs.append(out)
+        results = self._generic(
+            len(statement.dims),
+            len(statement.reductions),
+            varying,
+            inputs,
+            outputs,
+            body,
+        )
+        for temporary, value in zip(statement.results, results, strict=True):
+            self.values[temporary] = value
+            self.varying[temporary] = varying
+
+    def _extents(
+        self,
+        reductions: Sequence[Dim],
+        number: Mapping[Dim, int],
+        rank: int,
+        inputs: Sequence[tuple[SSAValue, AffineMap]],
+    ) -> list[tuple[SSAValue, AffineMap]]:
+        """Operands that carry nothing but the extent of a reduction that no other operand has."""
+        known = {result for _, m in inputs for result in m.results}
+        extra = []
+        for dim in reductions:
+            d = AffineExpr.dimension(number[dim])
+            if d not in known:
+                shape = self._empty((dim.extent,), element_type(np.dtype(float)), False)
+                extra.append((shape, AffineMap(rank, 0, (d,))))
+        return extra
+
+    # scatter
+
+    def _scatter(self) -> list[SSAValue]:
+        """The sequential loop over cells that updates the buffers, in the order of iteration."""
+        numbers = written_buffers(self.spec)
+        carried = [self.buffers[number] for number in numbers]
+        outputs = [output for output in self.kernel.outputs if output.argument.size]
+        if not outputs:
+            return carried
+
+        def body(e: Emitter, k: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
+            state = dict(zip(numbers, args, strict=True))
+            cell = e.to_index(e.insert(tensor.ExtractOp(self.cells, [k], i64)))
+            for output in outputs:
+                spec = self.of[output.argument]
+                state[spec.buffer] = self._piece(e, output, spec, k, cell, state[spec.buffer])
+            return [state[number] for number in numbers]
+
+        return list(self.e.for_loop(0, self.count, 1, carried, body))
+
+    def _piece(
+        self,
+        e: Emitter,
+        output: Output,
+        spec: ArgumentSpec,
+        k: SSAValue,
+        cell: SSAValue,
+        buffer: SSAValue,
+    ) -> SSAValue:
+        """Scatter one output piece of one cell."""
+        value = self.values[output.value]
+        varying = self.varying[output.value]
+        layout = _Layout(output, spec)
+
+        def nest(
+            e: Emitter, level: int, indices: list[IndexLike], row: IndexLike | None, y: SSAValue
+        ) -> SSAValue:
+            if level == layout.row_level:
+                row = self._row(e, spec, cell, layout.row(e, indices))
+            if level == len(layout.extents):
+                assert row is not None
+                at = e.add(e.mul(row, spec.stride), e.add(layout.component(e, indices), spec.offset))
+                where = [e.index(i) for i in layout.value_indices(e, indices)]
+                if varying:
+                    where.append(k)
+                element = value.type.element_type  # type: ignore[attr-defined]
+                new = e.insert(tensor.ExtractOp(value, where, element))
+
+                def store(inner: Emitter) -> SSAValue:
+                    return _combine(inner, spec, output.argument.dtype, y, inner.index(at), new)
+
+                if not spec.negative:
+                    return store(e)
+                inside = e.insert(arith.CmpiOp(e.index(row), e.index(0), "sge"))
+                (result,) = e.if_else(
+                    inside, [y.type], lambda inner: [store(inner)], lambda _: [y]
+                )
+                return result
+            if layout.extents[level] == 1:
+                return nest(e, level + 1, [*indices, 0], row, y)
+
+            def loop(
+                inner: Emitter, i: SSAValue, args: tuple[SSAValue, ...]
+            ) -> Sequence[SSAValue]:
+                return [nest(inner, level + 1, [*indices, i], row, args[0])]
+
+            return e.for_loop(0, layout.extents[level], 1, [y], loop)[0]
+
+        return nest(e, 0, [], None, buffer)
+
+
+def storage_of(source: Source) -> Attribute:
+    """The element type of the tensor that holds a source."""
+    if isinstance(source, Table):
+        return storage_type(source.dtype)
+    return element_type(source.dtype)
+
+
+def _sum(e: Emitter, carried: SSAValue, value: SSAValue) -> SSAValue:
+    from xdsl.dialects.builtin import ComplexType
+
+    from pyop3_mlir.lowering.emit import CONTRACT
+
+    if isinstance(carried.type, ComplexType):
+        from xdsl.dialects import complex
+
+        return e.insert(complex.AddOp(carried, value))
+    if isinstance(carried.type, IndexType) or not hasattr(carried.type, "bitwidth"):
+        return e.insert(arith.AddiOp(carried, value))
+    if carried.type.name.startswith("f"):
+        return e.insert(arith.AddfOp(carried, value, CONTRACT))
+    return e.insert(arith.AddiOp(carried, value))
+
+
+def _combine(
+    e: Emitter,
+    spec: ArgumentSpec,
+    dtype: np.dtype[Any],
+    buffer: SSAValue,
+    at: SSAValue,
+    new: SSAValue,
+) -> SSAValue:
+    """The buffer after the pack's value has been unpacked with the argument's access mode."""
+    element = buffer.type.element_type  # type: ignore[attr-defined]
+    if spec.access in (INC, MIN, MAX):
+        old = load_cast(e, e.insert(tensor.ExtractOp(buffer, [at], element)), dtype)
+        new = combine_values(e, spec.access, dtype, old, new)
+    return e.insert(tensor.InsertOp(store_cast(e, new, dtype), buffer, [at]))
+
+
+def combine_values(
+    e: Emitter, access: Access, dtype: np.dtype[Any], old: SSAValue, new: SSAValue
+) -> SSAValue:
+    """``old + new``, the smaller or the larger of both, or ``new``."""
+    if access is INC:
+        return _sum(e, old, new)
+    if access not in (MIN, MAX):
+        return new
+    smaller = access is MIN
+    if dtype.kind == "f":
+        return e.insert((arith.MinnumfOp if smaller else arith.MaxnumfOp)(old, new))
+    if dtype.kind == "u":
+        return e.insert((arith.MinUIOp if smaller else arith.MaxUIOp)(old, new))
+    if dtype.kind == "i":
+        return e.insert((arith.MinSIOp if smaller else arith.MaxSIOp)(old, new))
+    raise UnsupportedLoopError(f"access {access.name} of {dtype}: complex numbers have no order")
+
+
+def _operand_map(
+    load: Load, number: Mapping[Dim, int], rank: int, varying: bool
+) -> AffineMap | None:
+    """The indexing map of a load whose indices are dimensions and constants, else None."""
+    results: list[AffineExpr] = []
+    for index in load.children:
+        if isinstance(index, IndexOf):
+            results.append(AffineExpr.dimension(number[index.dim]))
+        elif isinstance(index, Scalar):
+            results.append(AffineExpr.constant(int(index.value)))
+        else:
+            return None
+    if varying:
+        results.append(AffineExpr.dimension(rank - 1))
+    return AffineMap(rank, 0, tuple(results))
+
+
+class _Layout:
+    """How the loops over one output piece run, and what row and component each iteration touches.
+
+    Dimensions that choose the row come first, so that an entry of the table is read once for all
+    components of its row.
+    """
+
+    def __init__(self, output: Output, spec: ArgumentSpec) -> None:
+        extents = [dim.extent for dim in output.dims]
+        slots = _evaluate(output.slot, output.dims)
+        rows, components = slots // spec.components, slots % spec.components
+        self.output = output
+        if len(extents) == 1 and spec.components > 1:
+            flat = np.array_equal(slots, np.arange(extents[0]))
+            if flat and extents[0] % spec.components == 0:
+                # one flat dimension over all slots: loop over rows, then over components
+                self.extents = [extents[0] // spec.components, spec.components]
+                self._order: list[int] | None = None
+                self.row_level = 1
+                self._components = spec.components
+                return
+        row, component = _affine(rows, extents), _affine(components, extents)
+        first = [d for d in range(len(extents)) if row is None or row[1][d] or component is None]
+        rest = [d for d in range(len(extents)) if d not in first]
+        self._order = first + rest
+        self.extents = [extents[d] for d in self._order]
+        self.row_level = len(first)
+        self._row, self._component = row, component
+        self._components = spec.components
+
+    def _slot(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
+        values = dict(zip(self.output.dims, self.value_indices(e, indices), strict=True))
+
+        def leaf(node: Expr, _: Mapping[Expr, SSAValue]) -> SSAValue | None:
+            return e.index(values[node.dim]) if isinstance(node, IndexOf) else None
+
+        return emit_bodies(e, [self.output.slot], leaf)[0]
+
+    def row(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
+        """Row of the pack; ``indices`` are those of the first ``row_level`` loops."""
+        if self._order is None:
+            return indices[0]
+        if self._row is None or self._component is None:
+            return e.floordiv(self._slot(e, indices), self._components)
+        return self._linear(e, self._row, indices)
+
+    def component(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
+        """Component within the row."""
+        if self._order is None:
+            return indices[1]
+        if self._row is None or self._component is None:
+            return e.rem(self._slot(e, indices), self._components)
+        return self._linear(e, self._component, indices)
+
+    def value_indices(self, e: Emitter, indices: Sequence[IndexLike]) -> list[IndexLike]:
+        """Indices into the piece's value."""
+        if self._order is None:
+            return [e.add(e.mul(indices[0], self._components), indices[1])]
+        found: dict[int, IndexLike] = dict(zip(self._order, indices, strict=False))
+        return [found[d] for d in range(len(self._order))]
+
+    def _linear(
+        self, e: Emitter, form: tuple[int, list[int]], indices: Sequence[IndexLike]
+    ) -> IndexLike:
+        assert self._order is not None
+        total: IndexLike = form[0]
+        for dim, index in zip(self._order, indices, strict=False):
+            if form[1][dim]:
+                total = e.add(total, e.mul(index, form[1][dim]))
+        return total
+
+
+def _evaluate(expr: Expr, dims: Sequence[Dim]) -> np.ndarray[Any, Any]:
+    """An index expression for each value of ``dims``."""
+    grids = np.meshgrid(*(np.arange(d.extent) for d in dims), indexing="ij") if dims else []
+    values: dict[Expr, Any] = {}
+    numpy_of = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide,
+                "rem": np.remainder}  # fmt: skip
+    for node in postorder([expr]):
+        if isinstance(node, Scalar):
+            values[node] = np.full([d.extent for d in dims], int(node.value))
+        elif isinstance(node, IndexOf):
+            values[node] = grids[dims.index(node.dim)]
+        elif isinstance(node, Load) and isinstance(node.source, Table):
+            values[node] = node.source.values[tuple(values[c] for c in node.children)]
+        else:
+            operation = numpy_of[node.name]  # type: ignore[attr-defined]
+            values[node] = operation(*(values[child] for child in node.children))
+    return np.asarray(values[expr])
+
+
+def _affine(values: np.ndarray[Any, Any], extents: Sequence[int]) -> tuple[int, list[int]] | None:
+    """``(constant, coefficients)`` of an affine function given by its values, or None."""
+    if not values.size:
+        return (0, [0] * len(extents))
+    origin = (0,) * len(extents)
+    constant = int(values[origin])
+    coefficients = []
+    for d, extent in enumerate(extents):
+        step = origin[:d] + (1,) + origin[d + 1 :]
+        coefficients.append(int(values[step]) - constant if extent > 1 else 0)
+    grid = np.indices(extents) if extents else np.zeros((0,))
+    predicted = constant + sum(
+        (c * g for c, g in zip(coefficients, grid, strict=True)), np.zeros(extents, int)
+    )
+    return (constant, coefficients) if np.array_equal(predicted, values) else None
+
+

@@ -1,0 +1,528 @@
+"""Scalar code: expressions of the tensor program as operations of arith, math and complex.
+
+:class:`Emitter` is a thin layer over xDSL's builder: index arithmetic folds Python integers, so that
+code with static sizes stays readable in every stage that is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from xdsl.builder import Builder
+from xdsl.dialects import arith, complex, math, scf
+from xdsl.dialects.builtin import (
+    ArrayAttr,
+    ComplexType,
+    DenseIntOrFPElementsAttr,
+    Float32Type,
+    Float64Type,
+    FloatAttr,
+    IndexType,
+    IntegerAttr,
+    IntegerType,
+    TensorType,
+    f32,
+    f64,
+    i1,
+    i32,
+    i64,
+)
+from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
+from xdsl.rewriter import InsertPoint
+
+from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.kernels.program import INDEX, Expr, Op, Scalar
+
+__all__ = ["CONTRACT", "Emitter", "IndexLike", "element_type", "emit_operation", "storage_type"]
+
+IndexLike = SSAValue | int
+"""An index known while lowering, or computed when the loop runs."""
+
+CONTRACT = arith.FastMathFlagsAttr([arith.FastMathFlag.ALLOW_CONTRACT])
+"""Fused multiply-add is the one freedom taken with IEEE arithmetic: results stay reproducible."""
+
+
+def element_type(dtype: np.dtype[Any]) -> Attribute:
+    """The type of a scalar of this dtype inside a kernel; ``int64`` is ``index``."""
+    match dtype.kind, dtype.itemsize:
+        case "f", 8:
+            return f64
+        case "f", 4:
+            return f32
+        case "c", 16:
+            return ComplexType(f64)
+        case "c", 8:
+            return ComplexType(f32)
+        case ("i", 8) | ("u", 8):
+            return IndexType()
+        case ("i", 4) | ("u", 4):
+            return i32
+        case "b", _:
+            return i1
+    raise UnsupportedLoopError(f"dtype {dtype} cannot be lowered")
+
+
+def storage_type(dtype: np.dtype[Any]) -> Attribute:
+    """The type of a scalar of this dtype in memory; ``int64`` is ``i64``, ``bool`` is ``i8``."""
+    if dtype.kind in "iu":
+        return IntegerType(8 * dtype.itemsize)
+    if dtype.kind == "b":
+        return IntegerType(8)
+    return element_type(dtype)
+
+
+class Emitter:
+    """Inserts operations at one place, with folding of index arithmetic.
+
+    Parameters
+    ----------
+    where
+        A block (operations go to its end) or an insertion point.
+    """
+
+    def __init__(self, where: Block | InsertPoint) -> None:
+        point = InsertPoint.at_end(where) if isinstance(where, Block) else where
+        self.builder = Builder(point)
+        self._constants: dict[tuple[Any, ...], SSAValue] = {}
+
+    def insert(self, op: Operation) -> SSAValue:
+        """Insert ``op``; its first result, if it has one."""
+        self.builder.insert(op)
+        return op.results[0] if op.results else None  # type: ignore[return-value]
+
+    def constant(self, value: Any, type: Attribute) -> SSAValue:
+        """A constant of a scalar type."""
+        if isinstance(type, ComplexType):
+            part = type.element_type
+            return self.insert(
+                complex.ConstantOp(
+                    ArrayAttr([FloatAttr(float(v), part) for v in (value.real, value.imag)]),  # type: ignore[arg-type]
+                    type,
+                )
+            )
+        if isinstance(type, Float32Type | Float64Type):
+            return self.insert(arith.ConstantOp(FloatAttr(float(value), type)))
+        return self.insert(arith.ConstantOp(IntegerAttr(int(value), type)))  # type: ignore[arg-type]
+
+    def index(self, value: IndexLike) -> SSAValue:
+        """``value`` as an SSA value of type index."""
+        if isinstance(value, SSAValue):
+            return value
+        return self.constant(value, IndexType())
+
+    def add(self, a: IndexLike, b: IndexLike) -> IndexLike:
+        """``a + b`` on indices."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        if isinstance(a, int) and a == 0:
+            return b
+        if isinstance(b, int) and b == 0:
+            return a
+        return self.insert(arith.AddiOp(self.index(a), self.index(b)))
+
+    def sub(self, a: IndexLike, b: IndexLike) -> IndexLike:
+        """``a - b`` on indices."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a - b
+        if isinstance(b, int) and b == 0:
+            return a
+        return self.insert(arith.SubiOp(self.index(a), self.index(b)))
+
+    def mul(self, a: IndexLike, b: IndexLike) -> IndexLike:
+        """``a * b`` on indices."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        for x, y in ((a, b), (b, a)):
+            if isinstance(x, int) and x in (0, 1):
+                return y if x else 0
+        return self.insert(arith.MuliOp(self.index(a), self.index(b)))
+
+    def floordiv(self, a: IndexLike, b: int) -> IndexLike:
+        """``a // b`` for a not negative and a positive number b."""
+        if b == 1:
+            return a
+        if isinstance(a, int):
+            return a // b
+        return self.insert(arith.DivUIOp(a, self.index(b)))
+
+    def rem(self, a: IndexLike, b: int) -> IndexLike:
+        """``a % b`` for a not negative and a positive number b."""
+        if b == 1:
+            return 0
+        if isinstance(a, int):
+            return a % b
+        return self.insert(arith.RemUIOp(a, self.index(b)))
+
+    def minimum(self, a: IndexLike, b: IndexLike) -> IndexLike:
+        """``min(a, b)`` on indices."""
+        if isinstance(a, int) and isinstance(b, int):
+            return min(a, b)
+        return self.insert(arith.MinSIOp(self.index(a), self.index(b)))
+
+    def linear(self, indices: Sequence[IndexLike], shape: Sequence[int]) -> IndexLike:
+        """Row-major position of ``indices`` in ``shape``."""
+        position: IndexLike = 0
+        for index, extent in zip(indices, shape, strict=True):
+            position = self.add(self.mul(position, extent), index)
+        return position
+
+    def delinear(self, position: IndexLike, shape: Sequence[int]) -> tuple[IndexLike, ...]:
+        """Indices in ``shape`` of the row-major ``position``."""
+        indices: list[IndexLike] = []
+        for extent in reversed(shape[1:]):
+            indices.append(self.rem(position, extent))
+            position = self.floordiv(position, extent)
+        return (position, *reversed(indices)) if shape else ()
+
+    def to_index(self, value: SSAValue) -> SSAValue:
+        """A signed integer as an index."""
+        if isinstance(value.type, IndexType):
+            return value
+        return self.insert(arith.IndexCastOp(value, IndexType()))
+
+    def for_loop(
+        self,
+        start: IndexLike,
+        stop: IndexLike,
+        step: int,
+        carried: Sequence[SSAValue],
+        body: Callable[[Emitter, SSAValue, tuple[SSAValue, ...]], Sequence[SSAValue]],
+    ) -> tuple[SSAValue, ...]:
+        """An ``scf.for``; ``body(emitter, index, carried)`` returns the next carried values."""
+        block = Block(arg_types=[IndexType(), *(value.type for value in carried)])
+        inner = Emitter(block)
+        result = body(inner, block.args[0], tuple(block.args[1:]))
+        inner.insert(scf.YieldOp(*result))
+        loop = scf.ForOp(
+            self.index(start), self.index(stop), self.index(step), carried, Region(block)
+        )
+        self.builder.insert(loop)
+        return tuple(loop.results)
+
+    def if_else(
+        self,
+        condition: SSAValue,
+        types: Sequence[Attribute],
+        then: Callable[[Emitter], Sequence[SSAValue]],
+        otherwise: Callable[[Emitter], Sequence[SSAValue]] | None = None,
+    ) -> tuple[SSAValue, ...]:
+        """An ``scf.if``."""
+        regions = []
+        for branch in (then, otherwise):
+            if branch is None:
+                regions.append(Region())
+                continue
+            block = Block()
+            inner = Emitter(block)
+            inner.insert(scf.YieldOp(*branch(inner)))
+            regions.append(Region(block))
+        op = scf.IfOp(condition, types, regions[0], regions[1] if otherwise is not None else None)
+        self.builder.insert(op)
+        return tuple(op.results)
+
+    def dense(self, values: npt.NDArray[Any]) -> SSAValue:
+        """A constant tensor; integer types are stored as they are, bools as i8."""
+        return self.insert(arith.ConstantOp(dense_attribute(values)))
+
+
+def dense_attribute(values: npt.NDArray[Any]) -> DenseIntOrFPElementsAttr:
+    """A constant tensor as an attribute, of :func:`storage_type`."""
+    kind = values.dtype
+    if kind.kind == "b":
+        values = values.astype(np.int8)
+    type = TensorType(storage_type(kind), values.shape)
+    return DenseIntOrFPElementsAttr.from_list(type, values.reshape(-1).tolist())  # type: ignore[arg-type]
+
+
+_FLOAT_BINARY: dict[str, type[Operation]] = {
+    "add": arith.AddfOp, "sub": arith.SubfOp, "mul": arith.MulfOp, "div": arith.DivfOp,
+    # C's fmin and fmax, which return the number where one operand is NaN
+    "min": arith.MinnumfOp, "max": arith.MaxnumfOp,
+}  # fmt: skip
+_INTEGER_BINARY: dict[str, type[Operation]] = {
+    "add": arith.AddiOp, "sub": arith.SubiOp, "mul": arith.MuliOp, "div": arith.DivSIOp,
+    "floordiv": arith.FloorDivSIOp, "min": arith.MinSIOp, "max": arith.MaxSIOp,
+}  # fmt: skip
+_COMPLEX_BINARY: dict[str, type[Operation]] = {
+    "add": complex.AddOp, "sub": complex.SubOp, "mul": complex.MulOp, "div": complex.DivOp,
+}  # fmt: skip
+_FLOAT_UNARY: dict[str, type[Operation]] = {
+    "neg": arith.NegfOp, "abs": math.AbsFOp, "sqrt": math.SqrtOp, "exp": math.ExpOp,
+    "log": math.LogOp, "sin": math.SinOp, "cos": math.CosOp, "tan": math.TanOp,
+    "sinh": math.SinhOp, "cosh": math.CoshOp, "tanh": math.TanhOp, "asin": math.AsinOp,
+    "acos": math.AcosOp, "atan": math.AtanOp, "erf": math.ErfOp,
+}  # fmt: skip
+_COMPLEX_UNARY: dict[str, type[Operation]] = {
+    "neg": complex.NegOp, "sqrt": complex.SqrtOp, "exp": complex.ExpOp, "log": complex.LogOp,
+    "sin": complex.SinOp, "cos": complex.CosOp, "tan": complex.TanOp, "tanh": complex.TanhOp,
+    "conj": complex.ConjOp,
+}  # fmt: skip
+# Comparisons of floats: ordered, except "ne", which is C's != (true for NaN)
+_FLOAT_COMPARE = {"lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "eq": "oeq", "ne": "une"}
+_INTEGER_COMPARE = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
+
+
+def emit_operation(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+    """One scalar operation of the tensor program.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where the operation does not exist for the type of its operands.
+    """
+    type = operands[-1].type
+    name = op.name
+    if name == "select":
+        return e.insert(arith.SelectOp(*operands))
+    if name == "cast":
+        return _cast(e, operands[0], op.children[0].dtype, op.dtype)
+    if name == "and":
+        return e.insert(arith.AndIOp(*operands))
+    if name == "or":
+        return e.insert(arith.OrIOp(*operands))
+    if name == "not":
+        return e.insert(arith.XOrIOp(operands[0], e.constant(1, i1)))
+    if isinstance(type, ComplexType):
+        return _complex(e, op, operands)
+    if isinstance(type, Float32Type | Float64Type):
+        return _float(e, op, operands)
+    return _integer(e, op, operands)
+
+
+def _unsupported(op: Op) -> UnsupportedLoopError:
+    return UnsupportedLoopError(
+        f"operation {op.name} of {', '.join(str(c.dtype) for c in op.children)} cannot be lowered"
+    )
+
+
+def _float(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+    name, type = op.name, operands[-1].type
+    if name in _FLOAT_COMPARE:
+        return e.insert(arith.CmpfOp(*operands, _FLOAT_COMPARE[name]))
+    if name in _FLOAT_BINARY:
+        return e.insert(_FLOAT_BINARY[name](*operands, CONTRACT))
+    if name in _FLOAT_UNARY:
+        return e.insert(_FLOAT_UNARY[name](*operands))
+    if name in ("real", "conj"):
+        return operands[0]
+    if name == "imag":
+        return e.constant(0.0, type)
+    if name == "atan2":
+        return e.insert(math.Atan2Op(*operands))
+    if name == "pow":
+        return _power(e, operands, op.children[1])
+    raise _unsupported(op)
+
+
+def _power(e: Emitter, operands: Sequence[SSAValue], exponent: Expr) -> SSAValue:
+    """Powers with a small constant exponent by multiplication, as C compilers do with -ffast-math."""
+    base = operands[0]
+    if isinstance(exponent, Scalar):
+        value = float(exponent.value)
+        if value == 0.5:
+            return e.insert(math.SqrtOp(base))
+        if value.is_integer() and abs(value) <= 16:
+            return _integer_power(e, base, int(value))
+    return e.insert(math.PowFOp(*operands))
+
+
+def _integer_power(e: Emitter, base: SSAValue, exponent: int) -> SSAValue:
+    one = e.constant(1.0, base.type)
+    if exponent == 0:
+        return one
+    result: SSAValue | None = None
+    square, left = base, abs(exponent)
+    while left:
+        if left & 1:
+            result = (
+                square if result is None else e.insert(arith.MulfOp(result, square, CONTRACT))
+            )
+        left >>= 1
+        if left:
+            square = e.insert(arith.MulfOp(square, square, CONTRACT))
+    assert result is not None
+    return e.insert(arith.DivfOp(one, result, CONTRACT)) if exponent < 0 else result
+
+
+def _complex(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+    name = op.name
+    if name in _COMPLEX_BINARY:
+        return e.insert(_COMPLEX_BINARY[name](*operands))
+    if name in _COMPLEX_UNARY:
+        return e.insert(_COMPLEX_UNARY[name](*operands))
+    if name == "real":
+        return e.insert(complex.ReOp(operands[0]))
+    if name == "imag":
+        return e.insert(complex.ImOp(operands[0]))
+    if name == "abs":
+        return e.insert(complex.AbsOp(operands[0]))
+    if name == "eq":
+        return e.insert(complex.EqualOp(*operands))
+    if name == "ne":
+        return e.insert(complex.NotEqualOp(*operands))
+    if name == "pow":
+        exponent = op.children[1]
+        if isinstance(exponent, Scalar):
+            value = exponent.value
+            if value.imag == 0 and float(value.real).is_integer() and abs(value.real) <= 16:
+                return _complex_power(e, operands[0], int(value.real))
+        return e.insert(complex.PowOp(*operands))
+    if name in ("sinh", "cosh"):
+        # from exponentials: there is no such operation in the complex dialect
+        plus = e.insert(complex.ExpOp(operands[0]))
+        minus = e.insert(complex.ExpOp(e.insert(complex.NegOp(operands[0]))))
+        combine = complex.AddOp if name == "cosh" else complex.SubOp
+        half = e.constant(np.complex128(0.5), operands[0].type)
+        return e.insert(complex.MulOp(e.insert(combine(plus, minus)), half))
+    raise _unsupported(op)
+
+
+def _complex_power(e: Emitter, base: SSAValue, exponent: int) -> SSAValue:
+    result = e.constant(np.complex128(1.0), base.type)
+    for _ in range(abs(exponent)):
+        result = e.insert(complex.MulOp(result, base))
+    if exponent < 0:
+        result = e.insert(complex.DivOp(e.constant(np.complex128(1.0), base.type), result))
+    return result
+
+
+def _integer(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+    name = op.name
+    unsigned = op.children[-1].dtype.kind == "u"
+    if name in _INTEGER_COMPARE:
+        predicate = _INTEGER_COMPARE[name]
+        if unsigned and predicate.startswith("s"):
+            predicate = "u" + predicate[1:]
+        return e.insert(arith.CmpiOp(*operands, predicate))
+    if unsigned and name in ("div", "floordiv"):
+        return e.insert(arith.DivUIOp(*operands))
+    if unsigned and name == "rem":
+        return e.insert(arith.RemUIOp(*operands))
+    if unsigned and name in ("min", "max"):
+        return e.insert((arith.MinUIOp if name == "min" else arith.MaxUIOp)(*operands))
+    if name in _INTEGER_BINARY:
+        return e.insert(_INTEGER_BINARY[name](*operands))
+    type = operands[-1].type
+    if name == "rem":
+        # Python's and GEM's remainder has the sign of the divisor
+        quotient = e.insert(arith.FloorDivSIOp(*operands))
+        return e.insert(
+            arith.SubiOp(operands[0], e.insert(arith.MuliOp(quotient, operands[1])))
+        )
+    if name == "neg":
+        return e.insert(arith.SubiOp(e.constant(0, type), operands[0]))
+    if name == "abs":
+        negative = e.insert(arith.SubiOp(e.constant(0, type), operands[0]))
+        return e.insert(arith.MaxSIOp(operands[0], negative))
+    raise _unsupported(op)
+
+
+def _cast(e: Emitter, value: SSAValue, source: np.dtype[Any], target: np.dtype[Any]) -> SSAValue:
+    """A conversion between any two of the kernel's types."""
+    if source == target:
+        return value
+    from_type, to_type = element_type(source), element_type(target)
+    if target.kind == "b":
+        zero = e.constant(np.zeros((), source)[()], from_type)
+        if source.kind == "c":
+            return e.insert(complex.NotEqualOp(value, zero))
+        if source.kind == "f":
+            return e.insert(arith.CmpfOp(value, zero, "une"))
+        return e.insert(arith.CmpiOp(value, zero, "ne"))
+    if target.kind == "c":
+        part = to_type.element_type  # type: ignore[attr-defined]
+        real = np.dtype(np.float32 if target.itemsize == 8 else np.float64)
+        if source.kind == "c":
+            old = np.dtype(np.float32 if source.itemsize == 8 else np.float64)
+            parts = [e.insert(k(value)) for k in (complex.ReOp, complex.ImOp)]
+            parts = [_cast(e, p, old, real) for p in parts]
+        else:
+            parts = [_cast(e, value, source, real), e.constant(0.0, part)]
+        return e.insert(complex.CreateOp(parts[0], parts[1], to_type))  # type: ignore[arg-type]
+    if source.kind == "c":
+        old = np.dtype(np.float32 if source.itemsize == 8 else np.float64)
+        return _cast(e, e.insert(complex.ReOp(value)), old, target)
+    if target.kind == "f":
+        if source.kind == "f":
+            wider = target.itemsize > source.itemsize
+            return e.insert((arith.ExtFOp if wider else arith.TruncFOp)(value, to_type))  # type: ignore[arg-type]
+        if isinstance(from_type, IndexType):
+            value = e.insert(arith.IndexCastOp(value, i64))
+        convert = arith.UIToFPOp if source.kind in "ub" else arith.SIToFPOp
+        return e.insert(convert(value, to_type))  # type: ignore[arg-type]
+    if source.kind == "f":
+        if isinstance(to_type, IndexType):
+            return e.to_index(e.insert(arith.FPToSIOp(value, i64)))
+        return e.insert(arith.FPToSIOp(value, to_type))  # type: ignore[arg-type]
+    if source.kind == "b":
+        wide = e.insert(arith.ExtUIOp(value, i64 if isinstance(to_type, IndexType) else to_type))  # type: ignore[arg-type]
+        return e.to_index(wide) if isinstance(to_type, IndexType) else wide
+    if isinstance(to_type, IndexType):
+        if source.kind == "u":
+            value = e.insert(arith.ExtUIOp(value, i64))
+        return e.to_index(value)
+    if isinstance(from_type, IndexType):
+        return e.insert(arith.IndexCastOp(value, to_type))
+    return value
+
+
+def load_cast(e: Emitter, value: SSAValue, dtype: np.dtype[Any]) -> SSAValue:
+    """A value as it is in memory (:func:`storage_type`) as the kernel works on it."""
+    if dtype.kind == "b":
+        return e.insert(arith.CmpiOp(value, e.constant(0, IntegerType(8)), "ne"))
+    if dtype == INDEX or (dtype.kind in "iu" and dtype.itemsize == 8):
+        return e.to_index(value)
+    return value
+
+
+def store_cast(e: Emitter, value: SSAValue, dtype: np.dtype[Any]) -> SSAValue:
+    """The reverse of :func:`load_cast`."""
+    if dtype.kind == "b":
+        return e.insert(arith.ExtUIOp(value, IntegerType(8)))
+    if dtype.kind in "iu" and dtype.itemsize == 8:
+        return e.insert(arith.IndexCastOp(value, i64))
+    return value
+
+
+def emit_bodies(
+    e: Emitter,
+    roots: Sequence[Expr],
+    leaf: Callable[[Expr, Mapping[Expr, SSAValue]], SSAValue | None],
+    given: Mapping[Expr, SSAValue] | None = None,
+) -> list[SSAValue]:
+    """Operations for expressions, each node once however often it is used.
+
+    Parameters
+    ----------
+    e
+        Where to emit.
+    roots
+        The expressions.
+    leaf
+        Supplies the values of loads and dimensions, None for everything else; it is given the values
+        emitted so far.
+    given
+        Values that exist already: what lies below them is not emitted.
+    """
+    values: dict[Expr, SSAValue] = dict(given or {})
+    stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(roots)]
+    while stack:
+        node, expanded = stack.pop()
+        if node in values:
+            continue
+        if not expanded:
+            stack.append((node, True))
+            stack.extend((child, False) for child in reversed(node.children))
+            continue
+        found = leaf(node, values)
+        if found is None:
+            if isinstance(node, Scalar):
+                found = e.constant(node.value, element_type(node.dtype))
+            else:
+                assert isinstance(node, Op)
+                found = emit_operation(e, node, [values[child] for child in node.children])
+        values[node] = found
+    return [values[root] for root in roots]

@@ -1,0 +1,504 @@
+"""From linalg on memrefs to loops over vectors, one lane a cell.
+
+Every value of a body is one of three: *uniform* (the same for each cell: a scalar), a *vector* of the
+block's cells, or *lanes*, one scalar for each cell. Index arithmetic and addresses stay scalar, so a
+gather is W scalar loads that become one vector, which is what compilers turn them into anyway on
+machines with slow gather instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects import arith, func, memref, scf, vector
+from xdsl.dialects.builtin import (
+    ComplexType,
+    Float32Type,
+    Float64Type,
+    MemRefType,
+    ModuleOp,
+    VectorType,
+)
+from xdsl.dialects.linalg.attrs import IteratorType
+from xdsl.dialects.linalg.ops import FillOp, GenericOp
+from xdsl.dialects.linalg.ops import IndexOp as LinalgIndexOp
+from xdsl.dialects.linalg.ops import YieldOp as LinalgYieldOp
+from xdsl.ir import Attribute, Operation, SSAValue
+from xdsl.ir.affine import (
+    AffineBinaryOpExpr,
+    AffineBinaryOpKind,
+    AffineConstantExpr,
+    AffineDimExpr,
+    AffineExpr,
+)
+from xdsl.passes import ModulePass
+from xdsl.rewriter import InsertPoint
+
+from pyop3_mlir.lowering.dialects.vector import FromElementsOp
+from pyop3_mlir.lowering.emit import Emitter, IndexLike
+
+__all__ = ["VectorisePass"]
+
+
+@dataclass(frozen=True)
+class VectorisePass(ModulePass):
+    """Turn every ``linalg`` operation into ``scf`` loops with scalar and vector bodies.
+
+    Needs what ``bufferise`` leaves: inside the loop over blocks the last dimension of an operation is
+    the block's cells, outside of it there is none. Leaves no linalg operation.
+
+    Parameters
+    ----------
+    tile
+        Accumulators that a contraction holds in registers at the same time.
+    unroll
+        Reduction loops are unrolled by this factor, and pointwise loop nests of at most four times
+        as many points completely.
+    """
+
+    name = "vectorise"
+
+    tile: int = 4
+    unroll: int = 4
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        """Rewrite every function in place."""
+        for function in op.ops:
+            if isinstance(function, func.FuncOp):
+                for inner in list(function.walk()):
+                    if isinstance(inner, GenericOp):
+                        _Nest(inner, self.tile, self.unroll).lower()
+                for inner in list(function.walk()):
+                    if isinstance(inner, FillOp):
+                        _fill(inner)
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """A value of each cell of the block, as one vector."""
+
+    value: SSAValue
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """A value of each cell of the block, as scalars."""
+
+    values: tuple[SSAValue, ...]
+
+
+_Value = SSAValue | _Vector | _Lanes
+
+
+def _is_float(type: Attribute) -> bool:
+    return isinstance(type, Float32Type | Float64Type)
+
+
+def _element(value: _Value) -> Attribute:
+    if isinstance(value, _Vector):
+        assert isinstance(value.value.type, VectorType)
+        return value.value.type.element_type
+    return (value.values[0] if isinstance(value, _Lanes) else value).type
+
+
+def _fill(op: FillOp) -> None:
+    """A fill that no contraction has taken over."""
+    target = op.outputs[0]
+    assert isinstance(target.type, MemRefType)
+    e = Emitter(InsertPoint.before(op))
+
+    def nest(e: Emitter, indices: list[SSAValue], shape: Sequence[int]) -> None:
+        if not shape:
+            e.insert(memref.StoreOp.get(op.inputs[0], target, indices))
+            return
+
+        def body(inner: Emitter, i: SSAValue, _: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
+            nest(inner, [*indices, i], shape[1:])
+            return ()
+
+        e.for_loop(0, shape[0], 1, (), body)
+
+    nest(e, [], target.type.get_shape())
+    op.detach()
+    op.erase()
+
+
+class _Nest:
+    """The loop nest of one linalg.generic."""
+
+    def __init__(self, op: GenericOp, tile: int, unroll: int) -> None:
+        self.op = op
+        self.unroll = unroll
+        self.maps = [m.data for m in op.indexing_maps]
+        self.inputs = list(op.inputs)
+        self.outputs = list(op.outputs)
+        kinds = [kind.data for kind in op.iterator_types]
+        # operations that vary with the cell stand in the loop over blocks
+        self.varying = isinstance(op.parent_op(), scf.ForOp)
+        self.rank = len(kinds)
+        self.extents = self._find_extents()
+        self.width = self.extents[-1] if self.varying else 1
+        inner = self.rank - self.varying
+        self.parallel = [d for d in range(inner) if kinds[d] == IteratorType.PARALLEL]
+        self.reductions = [d for d in range(inner) if kinds[d] == IteratorType.REDUCTION]
+        self.tile = max(1, tile // len(self.outputs))
+        used = [operand.type for operand in (*op.inputs, *op.outputs)]
+        # there are no vectors of complex numbers: their lanes are a loop
+        has_complex = any(isinstance(t.element_type, ComplexType) for t in used)  # type: ignore[attr-defined]
+        self.scalar = not self.varying or self.width == 1 or has_complex
+
+    def _find_extents(self) -> list[int]:
+        extents = [0] * self.rank
+        for operand, affine in zip((*self.inputs, *self.outputs), self.maps, strict=True):
+            shape = operand.type.get_shape()  # type: ignore[attr-defined]
+            for result, extent in zip(affine.results, shape, strict=True):
+                if isinstance(result, AffineDimExpr):
+                    extents[result.position] = extent
+        return extents
+
+    def lower(self) -> None:
+        """Replace the operation by loops."""
+        # accumulation starts from zero where the operation before fills the outputs
+        self.fills = [self._fill_of(output) for output in self.outputs]
+        self.initial = [fill.inputs[0] if fill is not None else None for fill in self.fills]
+        e = Emitter(InsertPoint.before(self.op))
+        self._parallel(e, {}, list(self.parallel))
+        self.op.detach()
+        self.op.erase()
+        for fill in self.fills:
+            if fill is not None:
+                fill.detach()
+                fill.erase()
+
+    def _fill_of(self, output: SSAValue) -> FillOp | None:
+        if not self.reductions:
+            return None
+        op = self.op.prev_op
+        while op is not None:
+            if isinstance(op, FillOp) and op.outputs[0] is output:
+                return op
+            if output in op.operands:
+                return None
+            op = op.prev_op
+        return None
+
+    # loops
+
+    def _parallel(self, e: Emitter, indices: dict[int, IndexLike], dims: list[int]) -> None:
+        """Loops over the parallel dimensions, the last one in tiles of rows."""
+        points = 1
+        for d in dims:
+            points *= self.extents[d]
+        if points == 0:
+            return
+        limit = 4 * self.unroll
+        if not self.reductions and points <= limit:
+            for point in _points([self.extents[d] for d in dims]):
+                self._lanes(e, [{**indices, **dict(zip(dims, point, strict=True))}])
+            return
+        if not dims:
+            self._lanes(e, [indices])
+            return
+        d, rest = dims[0], dims[1:]
+        extent = self.extents[d]
+        if rest:
+
+            def outer(inner: Emitter, i: SSAValue, _: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
+                self._parallel(inner, {**indices, d: i}, rest)
+                return ()
+
+            e.for_loop(0, extent, 1, (), outer)
+            return
+        tile = min(self.tile, extent) if self.reductions else 1
+        whole = extent - extent % tile
+
+        def rows(inner: Emitter, start: IndexLike, count: int) -> None:
+            self._lanes(inner, [{**indices, d: inner.add(start, t)} for t in range(count)])
+
+        def body(inner: Emitter, i: SSAValue, _: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
+            rows(inner, i, tile)
+            return ()
+
+        if whole == tile:
+            rows(e, 0, tile)
+        elif whole:
+            e.for_loop(0, whole, tile, (), body)
+        if whole < extent:
+            rows(e, whole, extent - whole)
+
+    def _lanes(self, e: Emitter, points: list[dict[int, IndexLike]]) -> None:
+        """The lanes: of a vector, or a loop where there are no vectors of the type."""
+        self.lane: IndexLike | None = None
+        if not self.scalar:
+            self._rows(e, points)
+        elif self.width == 1:
+            self.lane = 0
+            self._rows(e, points)
+        else:
+
+            def body(
+                inner: Emitter, lane: SSAValue, _: tuple[SSAValue, ...]
+            ) -> Sequence[SSAValue]:
+                self.lane = lane
+                self._rows(inner, points)
+                return ()
+
+            e.for_loop(0, self.width, 1, (), body)
+
+    def _rows(self, e: Emitter, points: list[dict[int, IndexLike]]) -> None:
+        """Accumulate or evaluate all outputs at ``points`` and store them."""
+        if not self.reductions:
+            for point in points:
+                self._store(e, point, self._body(e, point, None))
+            return
+        start = [self._start(e, k, p) for p in points for k in range(len(self.outputs))]
+        final = self._reduce(e, points, start, list(self.reductions))
+        n = len(self.outputs)
+        for number, point in enumerate(points):
+            self._store(e, point, [self._wrap(v) for v in final[number * n : (number + 1) * n]])
+
+    def _wrap(self, value: SSAValue) -> _Value:
+        return _Vector(value) if isinstance(value.type, VectorType) else value
+
+    def _start(self, e: Emitter, output: int, point: dict[int, IndexLike]) -> SSAValue:
+        """The initial accumulator of one output at one point."""
+        initial = self.initial[output]
+        element = self.outputs[output].type.element_type  # type: ignore[attr-defined]
+        if initial is not None:
+            if self.scalar:
+                return initial
+            return self._vector(e, initial).value
+        value = self._read(e, len(self.inputs) + output, point)
+        if self.scalar or not _is_float(element):
+            assert isinstance(value, SSAValue)
+            return value
+        return self._vector(e, value).value
+
+    def _reduce(
+        self,
+        e: Emitter,
+        points: list[dict[int, IndexLike]],
+        carried: Sequence[SSAValue],
+        dims: list[int],
+    ) -> Sequence[SSAValue]:
+        """Loops over the reduction dimensions, the innermost unrolled."""
+        n = len(self.outputs)
+
+        def step(
+            inner: Emitter, state: Sequence[SSAValue], indices: dict[int, IndexLike]
+        ) -> list[SSAValue]:
+            new: list[SSAValue] = []
+            for number, point in enumerate(points):
+                accumulators = [self._wrap(v) for v in state[number * n : (number + 1) * n]]
+                results = self._body(inner, {**point, **indices}, accumulators)
+                new += [self._accumulator(inner, r, a) for r, a in zip(results, state[number * n :], strict=False)]
+            return new
+
+        def nest(
+            inner: Emitter,
+            state: Sequence[SSAValue],
+            indices: dict[int, IndexLike],
+            left: list[int],
+        ) -> Sequence[SSAValue]:
+            total = 1
+            for d in left:
+                total *= self.extents[d]
+            if total <= self.unroll:
+                for point in _points([self.extents[d] for d in left]):
+                    state = step(
+                        inner, state, {**indices, **dict(zip(left, point, strict=True))}
+                    )
+                return state
+            d, rest = left[0], left[1:]
+            extent = self.extents[d]
+            factor = 1 if rest else min(self.unroll, extent)
+            whole = extent - extent % factor
+
+            def body(
+                deeper: Emitter, i: SSAValue, args: tuple[SSAValue, ...]
+            ) -> Sequence[SSAValue]:
+                now: Sequence[SSAValue] = args
+                for u in range(factor):
+                    now = nest(deeper, now, {**indices, d: deeper.add(i, u)}, rest)
+                return now
+
+            state = inner.for_loop(0, whole, factor, state, body)
+            for i in range(whole, extent):
+                state = nest(inner, state, {**indices, d: i}, rest)
+            return state
+
+        return nest(e, carried, {}, dims)
+
+    def _accumulator(self, e: Emitter, value: _Value, like: SSAValue) -> SSAValue:
+        if isinstance(like.type, VectorType):
+            return self._vector(e, value).value
+        assert isinstance(value, SSAValue)
+        return value
+
+    # values
+
+    def _vector(self, e: Emitter, value: _Value) -> _Vector:
+        """Any value as a vector."""
+        if isinstance(value, _Vector):
+            return value
+        if isinstance(value, _Lanes):
+            return _Vector(e.insert(FromElementsOp(value.values)))
+        type = VectorType(value.type, [self.width])
+        return _Vector(e.insert(vector.BroadcastOp(value, type)))
+
+    def _scalars(self, e: Emitter, value: _Value) -> tuple[SSAValue, ...]:
+        """Any value as one scalar for each lane."""
+        if isinstance(value, _Lanes):
+            return value.values
+        if isinstance(value, _Vector):
+            element = _element(value)
+            return tuple(
+                e.insert(vector.ExtractOp(value.value, [lane], element))
+                for lane in range(self.width)
+            )
+        return (value,) * self.width
+
+    def _addresses(
+        self, e: Emitter, operand: int, point: dict[int, IndexLike]
+    ) -> tuple[list[IndexLike], bool]:
+        """Indices of an operand at a point, without the lane, and whether it has lanes."""
+        results = list(self.maps[operand].results)
+        lanes = bool(
+            self.varying
+            and results
+            and isinstance(results[-1], AffineDimExpr)
+            and results[-1].position == self.rank - 1
+        )
+        if lanes:
+            results.pop()
+        return [_affine(e, result, point) for result in results], lanes
+
+    def _read(self, e: Emitter, operand: int, point: dict[int, IndexLike]) -> _Value:
+        """An operand at a point."""
+        source = (*self.inputs, *self.outputs)[operand]
+        assert isinstance(source.type, MemRefType)
+        addresses, lanes = self._addresses(e, operand, point)
+        indices = [e.index(i) for i in addresses]
+        if not lanes:
+            return e.insert(memref.LoadOp.get(source, indices))
+        if self.lane is not None:
+            return e.insert(memref.LoadOp.get(source, [*indices, e.index(self.lane)]))
+        element = source.type.element_type
+        if _is_float(element):
+            type = VectorType(element, [self.width])
+            return _Vector(e.insert(vector.LoadOp(source, [*indices, e.index(0)], type)))
+        return _Lanes(
+            tuple(
+                e.insert(memref.LoadOp.get(source, [*indices, e.index(lane)]))
+                for lane in range(self.width)
+            )
+        )
+
+    def _store(self, e: Emitter, point: dict[int, IndexLike], values: Sequence[_Value]) -> None:
+        """Write all outputs at a point."""
+        for k, value in enumerate(values):
+            target = self.outputs[k]
+            assert isinstance(target.type, MemRefType)
+            addresses, lanes = self._addresses(e, len(self.inputs) + k, point)
+            indices = [e.index(i) for i in addresses]
+            if not lanes or self.lane is not None:
+                assert isinstance(value, SSAValue)
+                if lanes:
+                    assert self.lane is not None
+                    indices.append(e.index(self.lane))
+                e.insert(memref.StoreOp.get(value, target, indices))
+            elif _is_float(target.type.element_type):
+                vectors = self._vector(e, value).value
+                e.insert(vector.StoreOp(vectors, target, [*indices, e.index(0)]))
+            else:
+                for lane, scalar in enumerate(self._scalars(e, value)):
+                    e.insert(memref.StoreOp.get(scalar, target, [*indices, e.index(lane)]))
+
+    def _body(
+        self, e: Emitter, point: dict[int, IndexLike], accumulators: Sequence[_Value] | None
+    ) -> list[_Value]:
+        """The operation's body at one point; ``point`` has an index for each dimension but the lane."""
+        block = self.op.body.block
+        values: dict[SSAValue, _Value] = {}
+        for number, argument in enumerate(block.args):
+            if not argument.uses:
+                continue
+            output = number - len(self.inputs)
+            if output >= 0 and accumulators is not None:
+                values[argument] = accumulators[output]
+            else:
+                values[argument] = self._read(e, number, point)
+        for op in block.ops:
+            if isinstance(op, LinalgYieldOp):
+                return [values.get(v, v) for v in op.operands]
+            if isinstance(op, LinalgIndexOp):
+                values[op.result] = self._index(e, op.dim.value.data, point)
+            else:
+                operands = [values.get(v, v) for v in op.operands]
+                values[op.results[0]] = self._operation(e, op, operands)
+        raise AssertionError("linalg.generic without linalg.yield")
+
+    def _index(self, e: Emitter, dim: int, point: dict[int, IndexLike]) -> _Value:
+        if not self.varying or dim < self.rank - 1:
+            return e.index(point[dim])
+        if self.lane is not None:
+            return e.index(self.lane)
+        return _Lanes(tuple(e.index(lane) for lane in range(self.width)))
+
+    def _operation(self, e: Emitter, op: Operation, operands: Sequence[_Value]) -> _Value:
+        """One scalar operation of the body on whatever its operands are."""
+        if all(isinstance(v, SSAValue) for v in operands):
+            return e.insert(_copy(op, [v for v in operands if isinstance(v, SSAValue)], None))
+        scalar = isinstance(op, memref.LoadOp) or not any(
+            isinstance(v, _Vector) or _is_float(_element(v)) for v in operands
+        )
+        if scalar:
+            lanes = [self._scalars(e, v) for v in operands]
+            return _Lanes(
+                tuple(
+                    e.insert(_copy(op, [values[lane] for values in lanes], None))
+                    for lane in range(self.width)
+                )
+            )
+        if isinstance(op, arith.SelectOp) and isinstance(operands[0], SSAValue):
+            # a condition that is the same for all cells selects between whole vectors
+            chosen = [operands[0], *(self._vector(e, v).value for v in operands[1:])]
+            return _Vector(e.insert(_copy(op, chosen, self.width)))
+        vectors = [self._vector(e, v).value for v in operands]
+        return _Vector(e.insert(_copy(op, vectors, self.width)))
+
+
+def _copy(op: Operation, operands: Sequence[SSAValue], width: int | None) -> Operation:
+    """An operation on other operands; its result is widened to a vector where ``width`` is given."""
+    types = [r.type if width is None else VectorType(r.type, [width]) for r in op.results]
+    return type(op).create(
+        operands=operands, result_types=types, properties=op.properties, attributes=op.attributes
+    )
+
+
+def _affine(e: Emitter, expr: AffineExpr, point: dict[int, IndexLike]) -> IndexLike:
+    match expr:
+        case AffineConstantExpr():
+            return expr.value
+        case AffineDimExpr():
+            return point[expr.position]
+        case AffineBinaryOpExpr():
+            left, right = _affine(e, expr.lhs, point), _affine(e, expr.rhs, point)
+            if expr.kind is AffineBinaryOpKind.Add:
+                return e.add(left, right)
+            if expr.kind is AffineBinaryOpKind.Mul:
+                return e.mul(left, right)
+    raise AssertionError(f"indexing map with {expr}")
+
+
+def _points(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    if not extents:
+        yield ()
+        return
+    for first in range(extents[0]):
+        for rest in _points(extents[1:]):
+            yield (first, *rest)
+
+
