@@ -321,7 +321,12 @@ def evaluate_gem(
     def compute(node: gem.Node) -> Array:
         out = node.free_indices
         full = (cells, *(i.extent for i in out), *node.shape)
-        operands = [_align(known[c], c.free_indices, out) for c in node.children if not c.shape]
+        # a node that binds an index aligns its child by itself
+        operands = [
+            _align(known[c], c.free_indices, out)
+            for c in node.children
+            if not c.shape and set(c.free_indices) <= set(out)
+        ]
         match node:
             case gem.Failure():
                 raise node.exception

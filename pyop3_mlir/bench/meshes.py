@@ -180,7 +180,7 @@ class Mesh:
         """``float64[n]``, area or volume of each cell."""
         x = self.points[self.cells]
         edges = x[:, 1:] - x[:, :1]
-        return np.abs(np.linalg.det(edges)) / math.factorial(self.dimension)
+        return np.asarray(np.abs(np.linalg.det(edges)) / math.factorial(self.dimension))
 
 
 def _entities(dimension: int, dim: int) -> list[tuple[int, ...]]:
