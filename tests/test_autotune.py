@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +17,11 @@ from pyop3_mlir.autotune.candidates import (
     legal_strategies,
     neighbours,
 )
+from pyop3_mlir.autotune.choose import choose
 from pyop3_mlir.autotune.connectivity import connectivity
+from pyop3_mlir.autotune.store import TuningStore, tuning_key
 from pyop3_mlir.autotune.tuner import Outcome, check_outputs, tune
-from pyop3_mlir.errors import CompilationError
+from pyop3_mlir.errors import CompilationError, UnsupportedLoopError
 from pyop3_mlir.kernels.program import (
     Compute,
     Dim,
@@ -29,6 +35,7 @@ from pyop3_mlir.kernels.program import (
     Temporary,
 )
 from pyop3_mlir.lowering.schedule import Schedule
+from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, RW, WRITE, Argument, IndexTable, IterationSet, Parloop
 
 F64 = np.dtype(np.float64)
@@ -319,7 +326,7 @@ GPU = DeviceTraits(gpu=True, atomics=True)
 
 def test_statistics_of_a_kernel():
     statistics = KernelStatistics.of(kernel())
-    assert statistics == KernelStatistics(8, (20 + 10 + 20) * 8, (20,), (), 20)
+    assert statistics == KernelStatistics(8, (20 + 10 + 20) * 8, (20,), (10,), (), 20)
 
 
 def test_heuristic_on_a_cpu_thread():
@@ -391,7 +398,7 @@ def test_neighbours_vary_the_unrolling_alone():
     best = Schedule(width=8, tile=4, unroll=4)
     near = neighbours(best, KernelStatistics.of(kernel()), AVX2)
     assert {(s.width, s.tile, s.strategy) for s in near} == {(8, 4, "in_order")}
-    assert {s.unroll for s in near} == {1, 2, 8}
+    assert {s.unroll for s in near} == {1, 2, 8, 16}
 
 
 def test_rw_through_a_map_runs_in_order_only():
@@ -464,3 +471,209 @@ def test_degrees_enter():
 
 def test_an_empty_loop_has_a_key():
     assert connectivity(loop_of(np.zeros((0, 3), np.int32), 5))["iterations"] == 0
+
+
+# ------------------------------------------------------------------------------ store and choice
+
+
+@pytest.fixture
+def store(tmp_path):
+    return TuningStore(tmp_path / "tuning")
+
+
+def key_of(loop, device="cpu", strategies=("in_order",)):
+    return tuning_key(loop, device, strategies, ("blocked",))
+
+
+def some_result():
+    names = schedules(3)
+    return Bench(dict.fromkeys(names, 1e-3), fails=names[2:]).tune()
+
+
+def test_a_result_comes_back_whole(store):
+    key, result = key_of(loop_of(interval(100))), some_result()
+    assert store.get(key) is None
+    assert store.put(key, result)
+    assert store.get(key) == result
+    assert [path for path, _ in store] == [store.path(key)]
+
+
+def test_what_the_key_depends_on():
+    loop = loop_of(interval(100))
+    same = loop_of(interval(100))
+    same.arguments[0].buffer[:] = 7
+    assert key_of(loop).digest == key_of(same).digest
+    others = [
+        key_of(loop_of(interval(1000))),
+        key_of(loop_of(interval(100, 4))),
+        key_of(loop, device="gpu"),
+        key_of(loop, strategies=("in_order", "colour")),
+    ]
+    assert len({key.digest for key in others} | {key_of(loop).digest}) == 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: b"",
+        lambda text: b"\x00\xff" * 50,
+        lambda text: b"[]",
+        lambda text: text.replace(b'"format": 1', b'"format": 0'),
+        lambda text: text.replace(b'"device": "cpu"', b'"device": "xpu"'),
+        lambda text: text.replace(b'"strategy": "in_order"', b'"strategy": "random"'),
+    ],
+)
+def test_a_damaged_file_is_ignored_and_replaced(store, caplog, damage):
+    key, result = key_of(loop_of(interval(100))), some_result()
+    store.put(key, result)
+    path = store.path(key)
+    damaged = damage(path.read_bytes())
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    assert store.get(key) is None
+    assert "not usable" in caplog.text
+    store.put(key, result)
+    assert store.get(key) == result
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    file = tmp_path / "file"
+    file.touch()
+    store = TuningStore(file / "below")
+    assert not store.put(key_of(loop_of(interval(10))), some_result())
+    assert "cannot remember" in caplog.text
+
+
+def test_a_full_disk_is_a_warning_and_leaves_nothing(store, monkeypatch, caplog):
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    assert not store.put(key_of(loop_of(interval(10))), some_result())
+    assert "No space left" in caplog.text
+    assert list(store.directory.iterdir()) == []
+
+
+def test_clear_removes_what_a_killed_process_left(store):
+    store.put(key_of(loop_of(interval(10))), some_result())
+    (store.directory / "half.tmp").touch()
+    assert store.clear() == 2
+    assert list(store.directory.iterdir()) == []
+
+
+_TUNE_IN_A_PROCESS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_autotune import *
+store = TuningStore(Path(sys.argv[2]))
+key = key_of(loop_of(interval(100)))
+while time.time() < float(sys.argv[3]):
+    pass
+for _ in range(50):
+    store.put(key, some_result())
+    assert store.get(key).best in schedules(2)
+"""
+
+
+def test_several_processes_remember_the_same_key(store):
+    start = str(time.time() + 2.0)
+    arguments = [str(Path(__file__).parent), str(store.directory), start]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", _TUNE_IN_A_PROCESS, *arguments]) for _ in range(4)
+    ]
+    assert [process.wait(60) for process in processes] == [0, 0, 0, 0]
+    (entry,) = store
+    assert entry[1] is not None
+    assert [path.suffix for path in store.directory.iterdir()] == [".json"]
+
+
+class Engine:
+    """Counts what is built for a choice; every run takes no time to speak of."""
+
+    def __init__(self):
+        self.built = []
+
+    def build(self, schedule):
+        self.built.append(schedule)
+        return lambda: [np.zeros(1)]
+
+    def choose(self, loop, strategies=("in_order", "colour"), **settings):
+        return choose(
+            loop,
+            self.build,
+            options=Options.resolve(**settings),
+            traits=AVX2,
+            device="test",
+            strategies=strategies,
+        )
+
+
+def test_off_measures_nothing(cache_dir):
+    engine = Engine()
+    choice = engine.choose(loop_of(interval(100)), tune="off")
+    assert engine.built == []
+    assert choice.schedule == Schedule("in_order", "blocked", 8, 3)
+    assert "off" in choice.reason
+    assert not cache_dir.exists()
+
+
+def test_cached_measures_once(cache_dir):
+    engine = Engine()
+    first = engine.choose(loop_of(interval(100)), tune_budget=0.5)
+    assert len(engine.built) > 1
+    engine.built.clear()
+    second = engine.choose(loop_of(interval(100)), tune_budget=0.5)
+    assert engine.built == []
+    assert second.schedule == first.schedule
+    assert "remembered" in second.reason
+    assert second.result is not None
+
+
+def test_force_measures_again(cache_dir):
+    engine = Engine()
+    engine.choose(loop_of(interval(100)), tune_budget=0.5)
+    engine.built.clear()
+    engine.choose(loop_of(interval(100)), tune="force", tune_budget=0.5)
+    assert len(engine.built) > 1
+
+
+def test_no_budget_is_not_remembered(cache_dir):
+    choice = Engine().choose(loop_of(interval(100)), tune_budget=0)
+    assert "no time" in choice.reason
+    assert not (cache_dir / "tuning").exists()
+
+
+def test_an_empty_loop_is_not_measured(cache_dir):
+    engine = Engine()
+    engine.choose(loop_of(np.zeros((0, 3), np.int32), 5))
+    assert engine.built == []
+
+
+def test_options_narrow_the_choice(cache_dir):
+    engine = Engine()
+    choice = engine.choose(
+        loop_of(interval(100)), strategy="colour", batching="flat", tune_budget=0.5
+    )
+    assert (choice.schedule.strategy, choice.schedule.batching) == ("colour", "flat")
+    choice = engine.choose(loop_of(interval(100)), strategy="colour", tune="off")
+    assert choice.schedule.strategy == "colour"
+
+
+def test_a_strategy_that_cannot_run_the_loop_is_refused(cache_dir):
+    with pytest.raises(UnsupportedLoopError, match="possible are in_order, colour"):
+        Engine().choose(loop_of(interval(100)), strategy="atomic")
+
+
+def test_bar_chart_is_a_picture_of_the_measured_candidates(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    from pyop3_mlir.autotune.plot import bar_chart
+
+    names = schedules(5)
+    costs = dict(zip(names, [1e-3, 2e-3, 1.1e-3, 4e-3, 1e-3], strict=True))
+    bar_chart(Bench(costs, fails=names[4:]).tune(), tmp_path / "chart.png", "a loop")
+    height, width, _ = imread(tmp_path / "chart.png").shape
+    assert width > height > 200

@@ -113,6 +113,8 @@ class KernelStatistics:
         Packs and temporaries of one cell.
     rows
         Parallel extents of its contractions: how many rows a tile can have. Empty without any.
+    reductions
+        Extents of what its contractions sum over.
     pointwise
         Extents of its loops over pointwise statements (quadrature points).
     writes
@@ -122,6 +124,7 @@ class KernelStatistics:
     scalar_bytes: int
     bytes_per_cell: int
     rows: tuple[int, ...]
+    reductions: tuple[int, ...]
     pointwise: tuple[int, ...]
     writes: int
 
@@ -136,15 +139,18 @@ class KernelStatistics:
                 width = value.dtype.itemsize // (2 if value.dtype.kind == "c" else 1)
                 sizes[width] = sizes.get(width, 0) + value.size
         rows: set[int] = set()
+        reductions: set[int] = set()
         pointwise: set[int] = set()
         for statement in kernel.statements:
             extents = [dim.extent for dim in statement.dims]
             (rows if statement.reductions else pointwise).update(e for e in extents if e > 1)
+            reductions.update(dim.extent for dim in statement.reductions)
         written = {output.argument for output in kernel.outputs}
         return cls(
             scalar_bytes=max(sizes, key=lambda width: sizes[width], default=8),
             bytes_per_cell=sum(v.size * v.dtype.itemsize for v in values),
             rows=tuple(sorted(rows)),
+            reductions=tuple(sorted(reductions)),
             pointwise=tuple(sorted(pointwise)),
             writes=sum(argument.size for argument in written),
         )
@@ -289,10 +295,10 @@ def neighbours(
     """
     if traits.gpu or best.batching == "flat":
         return []
-    # unrolling acts on loops that are longer than the limit: equal limits give equal code
-    longest = max((*statistics.rows, *statistics.pointwise), default=1)
+    # loops that are shorter than both limits give the same code
+    longest = max((*statistics.rows, *statistics.reductions, *statistics.pointwise), default=1)
     return [
         replace(best, unroll=unroll)
-        for unroll in (1, 2, 4, 8)
-        if unroll != best.unroll and (unroll < longest or best.unroll < longest)
+        for unroll in (1, 2, 4, 8, 16)
+        if unroll != best.unroll and min(unroll, best.unroll) < longest
     ]

@@ -1,0 +1,122 @@
+"""The choice of a loop's schedule: given, by heuristic, remembered or measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pyop3_mlir.autotune.candidates import (
+    DeviceTraits,
+    KernelStatistics,
+    candidates,
+    heuristic,
+    neighbours,
+)
+from pyop3_mlir.autotune.store import TuningStore, tuning_key
+from pyop3_mlir.autotune.tuner import Runner, TuningResult, tune
+from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
+from pyop3_mlir.options import Options
+from pyop3_mlir.parloop import Parloop
+
+__all__ = ["Choice", "choose"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A loop's schedule, and why it is this one.
+
+    Attributes
+    ----------
+    schedule
+        What to run with.
+    reason
+        One phrase, for ``explain`` and reports.
+    result
+        The tuner's table, where there is one.
+    """
+
+    schedule: Schedule
+    reason: str
+    result: TuningResult | None = None
+
+
+def choose(
+    loop: Parloop,
+    build: Callable[[Schedule], Runner],
+    *,
+    options: Options,
+    traits: DeviceTraits,
+    device: str,
+    strategies: Sequence[str],
+    batchings: Sequence[str] = BATCHINGS,
+) -> Choice:
+    """Choose the schedule that a loop runs with.
+
+    Parameters
+    ----------
+    loop
+        The loop, with its real maps.
+    build
+        As for :func:`~pyop3_mlir.autotune.tuner.tune`; not called unless something is measured.
+    options
+        ``strategy`` and ``batching`` narrow the choice, ``tune``, ``tune_budget`` and ``cache_dir``
+        say how it is made.
+    traits, device
+        Of the device, and its fingerprint.
+    strategies, batchings
+        What can run this loop on this device, at least one of each.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where ``options`` ask for a strategy or a batching that cannot run the loop.
+    """
+    strategies = _narrow("strategy", options.strategy, strategies, loop)
+    batchings = _narrow("batching", options.batching, batchings, loop)
+    statistics = KernelStatistics.of(loop.kernel)
+    usual = heuristic(statistics, traits, strategies)
+    if usual.batching not in batchings:
+        usual = replace(usual, batching=batchings[0])
+    if options.tune == "off":
+        return Choice(usual, "heuristic (tuning is off)")
+    if loop.iteration_set.size == 0:
+        return Choice(usual, "heuristic (there is nothing to measure on)")
+    listed = candidates(statistics, traits, strategies, batchings)
+    store = TuningStore(options.cache_dir / "tuning")
+    key = tuning_key(loop, device, strategies, batchings)
+    if options.tune == "cached":
+        remembered = store.get(key)
+        if remembered is not None:
+            return Choice(remembered.best, "remembered from an earlier measurement", remembered)
+    if len(listed) == 1:
+        return Choice(listed[0], "the only candidate")
+    log.info("tuning loop %s: %d candidates", loop.name, len(listed))
+    result = tune(
+        listed,
+        build,
+        budget_s=options.tune_budget,
+        neighbours=partial(neighbours, statistics=statistics, traits=traits),
+    )
+    if any(m.samples for m in result.measurements):
+        store.put(key, result)
+        reason = f"fastest of {sum(bool(m.samples) for m in result.measurements)} measured"
+    else:
+        reason = "heuristic (no time to measure)"
+    log.info("loop %s: %s, %s", loop.name, result.best, reason)
+    return Choice(result.best, reason, result)
+
+
+def _narrow(what: str, wanted: str, possible: Sequence[str], loop: Parloop) -> Sequence[str]:
+    if wanted == "auto":
+        return possible
+    if wanted not in possible:
+        raise UnsupportedLoopError(
+            f"loop {loop.name}: {what} {wanted} was asked for but cannot run it; "
+            f"possible are {', '.join(possible)}"
+        )
+    return (wanted,)
