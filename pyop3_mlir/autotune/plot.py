@@ -61,5 +61,5 @@ def bar_chart(result: TuningResult, path: Path, title: str = "") -> None:
     used = {m.schedule.strategy for m in timed}
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in used]
     if handles:
-        axes.legend(handles=handles, loc="lower right")
+        axes.legend(handles=handles, loc="upper right")
     figure.savefig(path, dpi=150)

@@ -136,6 +136,7 @@ class TuningResult:
 
         best = self._best_seconds()
         table = Table("schedule", "median", "relative", "samples", "build", "outcome")
+        table.columns[0].no_wrap = True
         for column in table.columns[1:5]:
             column.justify = "right"
         for m in self.measurements:
