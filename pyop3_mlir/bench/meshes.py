@@ -59,11 +59,15 @@ class Mesh:
         ``int32[n, D + 1]``, vertices of each cell, ascending.
     degree
         Degree of the Lagrange element, at least 1 and at most 3.
+    numbering
+        ``int64``: the number here of each point that :meth:`build` was given, -1 where it was
+        dropped; None where the numbers are the same.
     """
 
     points: npt.NDArray[np.float64]
     cells: npt.NDArray[np.int32]
     degree: int = 1
+    numbering: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def build(
@@ -94,10 +98,12 @@ class Mesh:
         where = np.array(points, dtype=np.float64)[:, : vertices.shape[1] - 1]
         if vertices.size and not 0 <= vertices.min() <= vertices.max() < len(where):
             raise ValueError(f"cells: vertex numbers must be within 0 to {len(where) - 1}")
+        numbering = None
         if reorder:
-            where, vertices = _reorder(where, vertices)
+            numbering, where, vertices = _reorder(where, vertices)
         vertices.sort(axis=1)
-        return cls(_aligned_copy(where, np.float64), _aligned_copy(vertices, np.int32), degree)
+        where, cells = _aligned_copy(where, np.float64), _aligned_copy(vertices, np.int32)
+        return cls(where, cells, degree, numbering)
 
     def __post_init__(self) -> None:
         if self.degree not in (1, 2, 3):
@@ -105,7 +111,7 @@ class Mesh:
 
     def with_degree(self, degree: int) -> Mesh:
         """Put the nodes of another degree on the same cells."""
-        return Mesh(self.points, self.cells, degree)
+        return Mesh(self.points, self.cells, degree, self.numbering)
 
     @property
     def dimension(self) -> int:
@@ -140,13 +146,7 @@ class Mesh:
             if not per_entity:
                 continue
             subsets = _entities(self.dimension, dim)
-            tuples = self.cells[:, np.array(subsets)].astype(np.int64)
-            keys = tuples[..., 0]
-            for axis in range(1, dim + 1):
-                # pairs are renumbered densely after each step so that keys never overflow
-                keys = np.unique(keys * len(self.points) + tuples[..., axis], return_inverse=True)[
-                    1
-                ].reshape(keys.shape)
+            keys = self._keys(self.cells[:, np.array(subsets)])
             numbers = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
             columns.extend(
                 count + numbers[:, entity] * per_entity + node
@@ -176,6 +176,35 @@ class Mesh:
         return result
 
     @cached_property
+    def boundary(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Facets of only one cell: the cell, and the vertex of it that lies opposite (0 to D)."""
+        facets = _entities(self.dimension, self.dimension - 1)
+        keys = self._keys(self.cells[:, np.array(facets)])
+        _, first, count = np.unique(keys, return_index=True, return_counts=True)
+        return np.divmod(np.sort(first[count == 1]), len(facets))
+
+    def facet_nodes(
+        self, cells: npt.NDArray[np.integer[Any]], opposite: npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.int32]:
+        """Nodes ``[facets, nodes of a facet]`` of facets given as :attr:`boundary` gives them."""
+        from FIAT import Lagrange
+        from FIAT.reference_element import ufc_simplex
+
+        dimension = self.dimension
+        closure = Lagrange(ufc_simplex(dimension), self.degree).entity_closure_dofs()
+        local = np.array([closure[dimension - 1][facet] for facet in range(dimension + 1)])
+        return np.asarray(self.nodes[np.asarray(cells)[:, None], local[np.asarray(opposite)]])
+
+    def _keys(self, tuples: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+        """Integers that are equal where tuples of vertices (the last axis) are."""
+        keys = tuples[..., 0].astype(np.int64)
+        for axis in range(1, tuples.shape[-1]):
+            # numbered densely after each step so that keys never overflow
+            pairs = keys * len(self.points) + tuples[..., axis]
+            keys = np.unique(pairs, return_inverse=True)[1].reshape(pairs.shape)
+        return keys
+
+    @cached_property
     def volumes(self) -> npt.NDArray[np.float64]:
         """``float64[n]``, area or volume of each cell."""
         x = self.points[self.cells]
@@ -200,7 +229,7 @@ def _nodes_per_entity(dimension: int, degree: int) -> list[int]:
 
 def _reorder(
     points: npt.NDArray[np.float64], cells: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     import scipy.sparse
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
@@ -214,8 +243,10 @@ def _reorder(
     order = reverse_cuthill_mckee(graph, symmetric_mode=True)
     number = np.empty(len(used), np.int64)
     number[order] = np.arange(len(used))
+    numbering = np.full(len(points), -1, np.int64)
+    numbering[used] = number
     renumbered = np.sort(number[compact], axis=1)
-    return points[used[order]], renumbered[np.lexsort(renumbered.T[::-1])]
+    return numbering, points[used[order]], renumbered[np.lexsort(renumbered.T[::-1])]
 
 
 def _box(dimension: int, n: int, degree: int, distort: float) -> Mesh:
