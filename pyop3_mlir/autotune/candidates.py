@@ -18,7 +18,7 @@ import numpy as np
 
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.schedule import STRATEGIES, Schedule
-from pyop3_mlir.parloop import Access, Kind, LoopSpec
+from pyop3_mlir.parloop import Access, Kind, Parloop
 
 __all__ = [
     "DeviceTraits",
@@ -156,30 +156,34 @@ class KernelStatistics:
         )
 
 
-def legal_strategies(spec: LoopSpec, traits: DeviceTraits) -> dict[str, str | None]:
+def legal_strategies(loop: Parloop, traits: DeviceTraits) -> dict[str, str | None]:
     """Say for each scatter strategy why it cannot run this loop, or None where it can.
 
-    RW through a map means what a sequential loop does: each entity sees what earlier ones left.
-    WRITE through a map means that the last entity wins, which atomics cannot promise.
+    RW through shared targets means what a sequential loop does: each entity sees what earlier ones
+    left. WRITE through a map means that the last entity wins, which atomics cannot promise.
     """
     reasons: dict[str, str | None] = dict.fromkeys(STRATEGIES)
-    indirect = [a for a in spec.arguments if a.kind is not Kind.DIRECT and a.access.writes]
+    arguments = loop.spec.arguments
+    indirect = [a for a in arguments if a.kind is not Kind.DIRECT and a.access.writes]
+    if loop.order_dependent:
+        for name in ("colour", "segmented", "atomic"):
+            reasons[name] = "entities read what others wrote (RW): order matters"
+        return reasons
     if traits.gpu:
         reasons["in_order"] = "one thread of a GPU would do all the work"
+    if not indirect:
+        # nothing is shared, so the strategies do not differ
+        keep = "colour" if traits.gpu else "in_order"
+        return {name: None if name == keep else "no argument is shared" for name in STRATEGIES}
     if any(a.access is Access.RW for a in indirect):
-        for name in ("colour", "segmented", "atomic"):
-            reasons[name] = "an argument is read and written through a map: order matters"
-        reasons["in_order"] = None
-    elif not traits.atomics:
+        for name in ("segmented", "atomic"):
+            reasons[name] = "an argument is read and written through a map"
+    if not traits.atomics:
         reasons["atomic"] = "the device has no atomic addition of floating point numbers"
     elif any(a.access is Access.WRITE for a in indirect):
         reasons["atomic"] = "WRITE through a map: the last entity has to win"
     elif any(np.dtype(a.dtype).kind == "c" for a in indirect):
         reasons["atomic"] = "complex numbers cannot be added atomically"
-    if not indirect:
-        # nothing is shared, so the strategies do not differ
-        keep = "colour" if traits.gpu else "in_order"
-        reasons = {name: None if name == keep else "no argument is shared" for name in STRATEGIES}
     return reasons
 
 

@@ -14,12 +14,13 @@ from pyop3_mlir.autotune.candidates import (
     heuristic,
     neighbours,
 )
-from pyop3_mlir.autotune.store import TuningStore, tuning_key
+from pyop3_mlir.autotune.store import recall, remember, tuning_key
 from pyop3_mlir.autotune.tuner import Runner, TuningResult, tune
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import Parloop
+from pyop3_mlir.runtime.cache import Cache
 
 __all__ = ["Choice", "choose"]
 
@@ -87,10 +88,10 @@ def choose(
     if loop.iteration_set.size == 0:
         return Choice(usual, "heuristic (there is nothing to measure on)")
     listed = candidates(statistics, traits, strategies, batchings)
-    store = TuningStore(options.cache_dir / "tuning")
+    cache = Cache(options.cache_dir / "tuning")
     key = tuning_key(loop, device, strategies, batchings)
     if options.tune == "cached":
-        remembered = store.get(key)
+        remembered = recall(cache, key)
         if remembered is not None:
             return Choice(remembered.best, "remembered from an earlier measurement", remembered)
     if len(listed) == 1:
@@ -103,7 +104,7 @@ def choose(
         neighbours=partial(neighbours, statistics=statistics, traits=traits),
     )
     if any(m.samples for m in result.measurements):
-        store.put(key, result)
+        remember(cache, key, result)
         reason = f"fastest of {sum(bool(m.samples) for m in result.measurements)} measured"
     else:
         reason = "heuristic (no time to measure)"

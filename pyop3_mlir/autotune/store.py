@@ -1,8 +1,7 @@
-"""Tuning results on disk: one JSON file a key, whole or absent, safe for many processes at once.
+"""Tuning results on disk, in a :class:`~pyop3_mlir.runtime.cache.Cache`, as compiled modules are.
 
-A file is written beside its place and renamed, which is atomic, also on the shared file systems of
-clusters; of several processes that tune one loop at the same time the last one's result stays. A
-file that cannot be read, or is another key's, counts as absent and is replaced by the next result.
+One file a key, whole or absent; of several processes that tune one loop at the same time the last
+one's result stays. The key is the JSON of all that the best schedule depends on.
 """
 
 from __future__ import annotations
@@ -10,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache as memoise
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,12 +21,11 @@ from pyop3_mlir.autotune.connectivity import connectivity
 from pyop3_mlir.autotune.tuner import Measurement, Outcome, TuningResult
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.parloop import LoopSpec, Parloop
+from pyop3_mlir.runtime.cache import Cache
 
-__all__ = ["TuningKey", "TuningStore", "tuning_key"]
+__all__ = ["TuningKey", "recall", "remember", "tuning_key"]
 
 log = logging.getLogger(__name__)
-
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,9 @@ class TuningKey:
     facts: Mapping[str, Any]
 
     @property
-    def digest(self) -> str:
-        """Hexadecimal digest of the facts: the file's name."""
-        text = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:40]
+    def text(self) -> str:
+        """Canonical JSON of the facts, the key in the cache."""
+        return json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
 
 
 def tuning_key(
@@ -67,16 +61,16 @@ def tuning_key(
     strategies, batchings
         What the choice is made among.
     """
-    facts = {
-        "kernel": loop.kernel.fingerprint(),
-        "loop": _describe(loop.spec),
-        "connectivity": connectivity(loop),
-        "device": device,
-        "among": [sorted(strategies), sorted(batchings)],
-        "versions": _versions(),
-    }
-    # as it will be when it comes back from the file: lists for tuples
-    return TuningKey(json.loads(json.dumps(facts)))
+    return TuningKey(
+        {
+            "kernel": loop.kernel.fingerprint(),
+            "loop": _describe(loop.spec),
+            "connectivity": connectivity(loop),
+            "device": device,
+            "among": [sorted(strategies), sorted(batchings)],
+            "versions": _versions(),
+        }
+    )
 
 
 def _describe(spec: LoopSpec) -> Any:
@@ -87,7 +81,7 @@ def _describe(spec: LoopSpec) -> Any:
     return {"arguments": arguments, "entities": spec.entities}
 
 
-@cache
+@memoise
 def _versions() -> dict[str, str]:
     """Versions of all that makes code of a schedule; our own part by content, not by number."""
     digest = hashlib.sha256()
@@ -100,75 +94,23 @@ def _versions() -> dict[str, str]:
     }
 
 
-class TuningStore:
-    """The directory of tuning results.
+def recall(cache: Cache, key: TuningKey) -> TuningResult | None:
+    """Return what is remembered under a key, or None where nothing usable is."""
+    value = cache.get(key.text)
+    if value is None:
+        return None
+    try:
+        return _result_from_json(json.loads(value))
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning(
+            "tuning result %s is not usable (%r); measuring anew", cache.path(key.text), error
+        )
+        return None
 
-    Parameters
-    ----------
-    directory
-        Made when the first result is written.
-    """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def path(self, key: TuningKey) -> Path:
-        """Return the file of a key."""
-        return self.directory / f"{key.digest}.json"
-
-    def get(self, key: TuningKey) -> TuningResult | None:
-        """Return what was remembered, or None."""
-        path = self.path(key)
-        try:
-            content = json.loads(path.read_bytes())
-            if content["format"] != _FORMAT or content["key"] != key.facts:
-                raise ValueError("it belongs to another key or version")
-            return _result_from_json(content["result"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("tuning result %s is not usable (%s); it will be replaced", path, error)
-            return None
-
-    def put(self, key: TuningKey, result: TuningResult) -> bool:
-        """Remember a result; returns whether that worked: a full disk is no failure."""
-        content = {"format": _FORMAT, "key": key.facts, "result": _result_to_json(result)}
-        data = json.dumps(content, indent=1).encode()
-        temporary: str | None = None
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            Path(temporary).replace(self.path(key))
-        except OSError as error:
-            log.warning("cannot remember a tuning result in %s: %s", self.directory, error)
-            if temporary is not None:
-                with suppress(OSError):
-                    Path(temporary).unlink(missing_ok=True)
-            return False
-        return True
-
-    def __iter__(self) -> Iterator[tuple[Path, TuningResult | None]]:
-        """Go through all files; None for those that are not usable."""
-        for path in sorted(self.directory.glob("*.json")):
-            try:
-                content = json.loads(path.read_bytes())
-                if TuningKey(content["key"]).digest != path.stem:
-                    raise ValueError
-                yield path, _result_from_json(content["result"])
-            except (OSError, ValueError, KeyError, TypeError):
-                yield path, None
-
-    def clear(self) -> int:
-        """Remove all files, also those that a killed process left; returns how many there were."""
-        count = 0
-        for pattern in ("*.json", "*.tmp"):
-            for path in self.directory.glob(pattern):
-                with suppress(FileNotFoundError):
-                    path.unlink()
-                    count += 1
-        return count
+def remember(cache: Cache, key: TuningKey, result: TuningResult) -> bool:
+    """Remember a result; returns whether that worked (a full disk is no failure)."""
+    return cache.put(key.text, json.dumps(_result_to_json(result)).encode())
 
 
 def _result_to_json(result: TuningResult) -> dict[str, Any]:
