@@ -79,8 +79,8 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
 
 def _device(value: Any) -> str:
     text = str(value).strip()
-    if not re.fullmatch(r"[a-z][a-z0-9_-]*(:\S*)?", text):
-        raise ValueError("expected a device such as cpu, cuda or vulkan://0 (see `devices`)")
+    if not re.fullmatch(r"[a-z]+(:\d+)?", text):
+        raise ValueError("expected a device such as cpu, cpu:4 (threads), cuda or cuda:1")
     return text
 
 

@@ -38,6 +38,7 @@ from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, RW, WRITE, Argument, IndexTable, IterationSet, Parloop
 from pyop3_mlir.runtime.cache import Cache
+from pyop3_mlir.runtime.devices import get_device
 
 F64 = np.dtype(np.float64)
 
@@ -434,7 +435,8 @@ def test_a_direct_loop_needs_one_strategy():
 
 
 def test_traits_of_this_machine_are_plausible():
-    traits = DeviceTraits.host()
+    traits = DeviceTraits.of(get_device("cpu"))
+    assert (traits.gpu, traits.threads, traits.atomics) == (False, 1, False)
     assert traits.vector_bytes in (16, 32, 64)
     assert 64 * 1024 <= traits.l2_bytes <= 256 * 1024**2
 
@@ -590,8 +592,7 @@ class Engine:
             loop,
             self.build,
             options=Options.resolve(**settings),
-            traits=AVX2,
-            device="test",
+            device=get_device("cpu"),
             strategies=strategies,
         )
 

@@ -8,7 +8,6 @@ the others. ``docs/autotuner.md`` has the reasons.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.schedule import STRATEGIES, Schedule
 from pyop3_mlir.parloop import Access, Kind, Parloop
+from pyop3_mlir.runtime.devices import Device
 
 __all__ = [
     "DeviceTraits",
@@ -61,33 +61,19 @@ class DeviceTraits:
     atomics: bool = False
 
     @classmethod
-    def host(cls, threads: int = 1) -> DeviceTraits:
-        """Return those of this machine's CPU; Linux tells, elsewhere they are guessed.
-
-        Parameters
-        ----------
-        threads
-            Threads that a loop uses.
-        """
-        flags = _cpu_flags()
-        if "avx512f" in flags:
-            vector_bytes, registers = 64, 32
-        elif "avx2" in flags:
-            vector_bytes, registers = 32, 16
-        elif "asimd" in flags or os.uname().machine in ("arm64", "aarch64"):
-            vector_bytes, registers = 16, 32
-        else:
-            vector_bytes, registers = 16, 16
-        return cls(False, threads, vector_bytes, registers, _l2_bytes() or cls.l2_bytes)
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found.group(1).split()) if found else frozenset()
+    def of(cls, device: Device) -> DeviceTraits:
+        """Return those of an open device."""
+        if not device.is_host:
+            return cls(gpu=True, atomics=device.info.f64_atomics)
+        wide = device.target.vector_bytes == 64 or "asimd" in device.target.features
+        return cls(
+            threads=device.threads,
+            vector_bytes=device.target.vector_bytes,
+            registers=32 if wide else 16,
+            l2_bytes=_l2_bytes() or cls.l2_bytes,
+            # one thread needs none, and threads have strategies that give the same sum each time
+            atomics=False,
+        )
 
 
 def _l2_bytes() -> int | None:

@@ -21,6 +21,7 @@ from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import Parloop
 from pyop3_mlir.runtime.cache import Cache
+from pyop3_mlir.runtime.devices import Device
 
 __all__ = ["Choice", "choose"]
 
@@ -51,8 +52,7 @@ def choose(
     build: Callable[[Schedule], Runner],
     *,
     options: Options,
-    traits: DeviceTraits,
-    device: str,
+    device: Device,
     strategies: Sequence[str],
     batchings: Sequence[str] = BATCHINGS,
 ) -> Choice:
@@ -67,8 +67,8 @@ def choose(
     options
         ``strategy`` and ``batching`` narrow the choice, ``tune``, ``tune_budget`` and ``cache_dir``
         say how it is made.
-    traits, device
-        Of the device, and its fingerprint.
+    device
+        What the loop runs on.
     strategies, batchings
         What can run this loop on this device, at least one of each.
 
@@ -79,7 +79,7 @@ def choose(
     """
     strategies = _narrow("strategy", options.strategy, strategies, loop)
     batchings = _narrow("batching", options.batching, batchings, loop)
-    statistics = KernelStatistics.of(loop.kernel)
+    statistics, traits = KernelStatistics.of(loop.kernel), DeviceTraits.of(device)
     usual = heuristic(statistics, traits, strategies)
     if usual.batching not in batchings:
         usual = replace(usual, batching=batchings[0])
@@ -89,7 +89,8 @@ def choose(
         return Choice(usual, "heuristic (there is nothing to measure on)")
     listed = candidates(statistics, traits, strategies, batchings)
     cache = Cache(options.cache_dir / "tuning")
-    key = tuning_key(loop, device, strategies, batchings)
+    fingerprint = f"{device.info.name}, {device.threads} threads, {device.target.fingerprint}"
+    key = tuning_key(loop, fingerprint, strategies, batchings)
     if options.tune == "cached":
         remembered = recall(cache, key)
         if remembered is not None:
