@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pyop3_mlir.bench.baseline import Baseline, BaselineUnavailableError, loop_code
-from pyop3_mlir.bench.cases import CASES, FormLoop, case_named, csr_positions
+from pyop3_mlir.bench.cases import CASES, FormLoop, case_named
 from pyop3_mlir.bench.meshes import Mesh, aligned, tetrahedra, triangles
 from pyop3_mlir.bench.reference import apply, assemble_matrix, element_matrices
 from pyop3_mlir.parloop import MAX, MIN, RW, WRITE, Argument, IndexTable, IterationSet, Parloop
@@ -28,7 +28,7 @@ def test_baseline_agrees_with_numpy(case) -> None:
         expected = apply(loop.mesh, matrices, loop.arguments[2].buffer)
     else:
         matrix = assemble_matrix(loop.mesh, matrices)
-        indptr, indices, _ = loop.pattern
+        indptr, indices = loop.pattern
         assert np.array_equal(indptr, matrix.indptr)
         assert np.array_equal(indices, matrix.indices)
         expected = matrix.data
@@ -95,14 +95,6 @@ def test_absence_of_gcc_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_case_that_does_not_exist_is_named() -> None:
     with pytest.raises(ValueError, match="no case 'mass_p9'"):
         case_named("mass_p9")
-
-
-def test_positions_lead_to_the_entries_of_the_matrix() -> None:
-    rows = np.array([[0, 2], [2, 1]])
-    indptr, indices, positions = csr_positions(rows, rows, (3, 3))
-    assert indptr.tolist() == [0, 2, 4, 7]
-    assert indices.tolist() == [0, 2, 1, 2, 0, 1, 2]
-    assert positions.tolist() == [[0, 1, 4, 6], [6, 5, 3, 2]]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])

@@ -14,43 +14,9 @@ from pyop3_mlir.bench.meshes import Mesh, aligned, tetrahedra, triangles
 from pyop3_mlir.kernels import elements
 from pyop3_mlir.kernels.program import KernelArgument, LocalKernel
 from pyop3_mlir.parloop import INC, READ, Argument, IndexTable, IterationSet, Parloop
+from pyop3_mlir.planning import csr_pattern, csr_positions
 
-__all__ = ["CASES", "Case", "FormLoop", "case_named", "csr_positions", "signature"]
-
-
-def csr_positions(
-    rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Plan a CSR matrix that element matrices are added to.
-
-    Parameters
-    ----------
-    rows, columns
-        ``[n, r]`` and ``[n, c]``: the rows and columns of each element matrix.
-    shape
-        Shape of the matrix.
-
-    Returns
-    -------
-    indptr, indices
-        The matrix's sparsity pattern, columns ascending in each row.
-    positions
-        ``int32[n, r * c]``: where entry (i, j) of cell n's matrix lies among the CSR values.
-
-    Raises
-    ------
-    ValueError
-        Where the matrix has more entries than int32 can number.
-    """
-    keys = rows[:, :, None].astype(np.int64) * shape[1] + columns[:, None, :]
-    distinct, inverse = np.unique(keys, return_inverse=True)
-    if len(distinct) > np.iinfo(np.int32).max:
-        raise ValueError(f"{len(distinct)} entries are more than int32 positions can tell apart")
-    indptr = np.searchsorted(distinct // shape[1], np.arange(shape[0] + 1)).astype(np.int32)
-    indices = (distinct % shape[1]).astype(np.int32)
-    positions = aligned((len(rows), rows.shape[1] * columns.shape[1]), np.int32)
-    positions[...] = inverse.reshape(positions.shape)
-    return indptr, indices, positions
+__all__ = ["CASES", "Case", "FormLoop", "case_named", "signature"]
 
 
 def signature(kernel: elements.GemKernel) -> LocalKernel:
@@ -104,13 +70,20 @@ class FormLoop:
         return self.mesh.node_count * self.components
 
     @cached_property
-    def pattern(
-        self,
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """``indptr``, ``indices`` and ``positions`` of the matrix (rank 2)."""
-        b = self.components
-        dofs = (self.mesh.nodes[:, :, None] * b + np.arange(b)).reshape(self.mesh.size, -1)
-        return csr_positions(dofs, dofs, (self.dofs, self.dofs))
+    def nodes(self) -> IndexTable:
+        """The nodes of each cell."""
+        return IndexTable(self.mesh.nodes, self.mesh.node_count, name="nodes")
+
+    @cached_property
+    def pattern(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """``indptr`` and ``indices`` of the matrix (rank 2), rows and columns numbered by dof."""
+        table = self.nodes
+        if self.components > 1:
+            b = self.components
+            dofs = (self.mesh.nodes[:, :, None] * b + np.arange(b)).reshape(self.mesh.size, -1)
+            table = IndexTable(dofs, self.dofs, name="dofs")
+        indptr, indices = csr_pattern(table, table, self.dofs, self.dofs)
+        return indptr, indices
 
     @cached_property
     def output(self) -> npt.NDArray[np.float64]:
@@ -126,12 +99,12 @@ class FormLoop:
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the loop."""
         mesh = self.mesh
-        nodes = IndexTable(mesh.nodes, mesh.node_count, name="nodes")
+        nodes = self.nodes
         vertices = IndexTable(mesh.cells, len(mesh.points), name="vertices")
         if self.rank == 2:
-            positions = self.pattern[2]
-            table = IndexTable(positions, len(self.output), name="positions")
-            first = Argument.indirect(self.output, INC, table, name="matrix")
+            b = self.components
+            positions = csr_positions(*self.pattern, nodes, nodes, b, b)
+            first = Argument.matrix(self.output, INC, positions, nodes, name="matrix")
         elif self.rank == 0:
             first = Argument.glob(self.output, INC, name="integral")
         else:

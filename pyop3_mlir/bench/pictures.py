@@ -35,11 +35,9 @@ def surface_triangles(mesh: Mesh) -> tuple[Array, Array]:
     inside = np.take_along_axis(x, opposite[:, None, None], axis=1)[:, 0]
     normal = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
     inwards = np.einsum("fd,fd->f", normal, inside - corners[:, 0]) > 0
-    if mesh.degree == 1:
-        parts = [(0, 1, 2)]
-    else:
-        # edge nodes follow the vertices; UFC's edges are (1, 2), (0, 2), (0, 1)
-        parts = [(0, 5, 4), (5, 1, 3), (4, 3, 2), (3, 4, 5)]
+    # edge nodes follow the vertices; UFC's edges are (1, 2), (0, 2), (0, 1)
+    quarters = [(0, 5, 4), (5, 1, 3), (4, 3, 2), (3, 4, 5)]
+    parts = quarters if mesh.degree == 2 else [(0, 1, 2)]
     triangles = np.stack([nodes[:, part] for part in parts], axis=1)
     triangles[inwards] = triangles[inwards][..., ::-1]
     return triangles.reshape(-1, 3), np.repeat(cells, len(parts))
@@ -98,7 +96,7 @@ class View:
 
         shaded = colours[self.visible, :3] * self._shade[:, None]
         collection = PolyCollection(
-            self._outlines,
+            list(self._outlines),
             facecolors=shaded,
             edgecolors=edges if edges is not None else shaded,
             linewidths=0.15 if edges is not None else 0.3,
