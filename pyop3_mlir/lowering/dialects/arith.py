@@ -15,7 +15,7 @@ __all__ = ["Arith", "IndexCastUIOp"]
 
 @irdl_op_definition
 class IndexCastUIOp(IRDLOperation):
-    """``arith.index_castui``: between integers (or vectors of them) and ``index``, zero-extending."""
+    """``arith.index_castui``: between integers, or vectors of them, and ``index``; zero-extends."""
 
     name = "arith.index_castui"
 

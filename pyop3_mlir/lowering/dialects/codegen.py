@@ -16,14 +16,14 @@ from xdsl.printer import Printer
 from xdsl.utils.exceptions import VerifyException
 
 __all__ = [
+    "IREECPU",
+    "IREEGPU",
     "CPULoweringConfigAttr",
     "CPUPipelineAttr",
     "CompilationInfoAttr",
     "GPULoweringConfigAttr",
     "GPUPipelineAttr",
-    "IREECPU",
     "IREECodegen",
-    "IREEGPU",
     "TranslationInfoAttr",
 ]
 
@@ -193,7 +193,7 @@ class CompilationInfoAttr(ParametrizedAttribute):
 
 @irdl_attr_definition
 class CPULoweringConfigAttr(ParametrizedAttribute):
-    """``#iree_cpu.lowering_config<level = [sizes], ...>``: tile sizes for each loop of an operation.
+    """``#iree_cpu.lowering_config<level = [sizes], ...>``: tile sizes for an operation.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ class CPULoweringConfigAttr(ParametrizedAttribute):
 
     def __init__(self, levels: Mapping[str, Sequence[int]]) -> None:
         super().__init__(
-            DictionaryAttr({level: _integers(levels[level]) for level in self.KNOWN if level in levels})
+            DictionaryAttr({name: _integers(levels[name]) for name in self.KNOWN if name in levels})
         )
         for level in levels:
             if level not in self.KNOWN:

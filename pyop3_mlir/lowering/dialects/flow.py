@@ -27,7 +27,7 @@ from xdsl.irdl import (
 )
 from xdsl.utils.exceptions import VerifyException
 
-__all__ = ["Flow", "DispatchOp"]
+__all__ = ["DispatchOp", "Flow"]
 
 
 def _dynamic(types: Sequence[Attribute]) -> int:
@@ -131,7 +131,7 @@ class DispatchOp(IRDLOperation):
                 raise VerifyException(f"{self.name}: result {number} is tied to no argument")
             if self.arguments[position].type != self.outputs[number].type:
                 raise VerifyException(
-                    f"{self.name}: result {number} and the argument that it is tied to differ in type"
+                    f"{self.name}: result {number} and its tied argument differ in type"
                 )
 
 

@@ -1,7 +1,7 @@
 """The part of MLIR's ``gpu`` dialect that hand-written GPU dispatches need.
 
-xDSL has a ``gpu`` dialect, but prints its attributes in a form (``#gpu<dim x>``) that MLIR no longer
-reads. Source: https://mlir.llvm.org/docs/Dialects/GPU/.
+xDSL has a ``gpu`` dialect, but prints its attributes in a form (``#gpu<dim x>``) that MLIR no
+longer reads. Source: https://mlir.llvm.org/docs/Dialects/GPU/.
 """
 
 from __future__ import annotations

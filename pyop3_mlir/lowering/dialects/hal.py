@@ -358,7 +358,9 @@ class InterfaceConstantLoadOp(IRDLOperation):
 
     traits = traits_def(Pure())
 
-    def __init__(self, layout: PipelineLayoutAttr, ordinal: int, result_type: Attribute = i32) -> None:
+    def __init__(
+        self, layout: PipelineLayoutAttr, ordinal: int, result_type: Attribute = i32
+    ) -> None:
         super().__init__(
             properties={"layout": layout, "ordinal": IntegerAttr.from_index_int_value(ordinal)},
             result_types=[result_type],

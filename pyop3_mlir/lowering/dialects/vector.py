@@ -49,7 +49,8 @@ def _check_indexed(
     if base.type.get_num_dims() != len(offsets):
         raise VerifyException(f"{op.name}: expected one offset for each dimension of the memref")
     index, mask, *values = (v.type for v in vectors)
-    assert isinstance(index, VectorType) and isinstance(mask, VectorType)
+    assert isinstance(index, VectorType)
+    assert isinstance(mask, VectorType)
     if not isinstance(index.element_type, IntegerType | IndexType):
         raise VerifyException(f"{op.name}: the indices must be a vector of integers or of index")
     if mask.element_type != i1 or mask.get_shape() != index.get_shape():
@@ -247,7 +248,7 @@ class ShapeCastOp(IRDLOperation):
 
 @irdl_op_definition
 class TransposeOp(IRDLOperation):
-    """``vector.transpose``: dimension d of the result is dimension ``permutation[d]`` of the source."""
+    """``vector.transpose``: dimension d of the result is ``permutation[d]`` of the source."""
 
     name = "vector.transpose"
 

@@ -1,0 +1,218 @@
+"""Compile modules with IREE, in this process, and remember the results.
+
+Source of the interface: IREE 3.13, compiler/bindings/c/iree/compiler/embedding_api.h, wrapped by
+``iree.compiler.api``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache as memoise
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pyop3_mlir.errors import CompilationError
+from pyop3_mlir.runtime.cache import Cache
+from pyop3_mlir.runtime.devices import Device
+
+__all__ = ["compilations", "compile_module", "module_key"]
+
+_count = itertools.count(1)
+_compiled = 0
+_lock = threading.Lock()
+
+LIBM = frozenset({"acos", "asin", "atan", "atan2", "cos", "log10", "log2", "sin", "tan", "tanh"})
+"""Functions of MLIR's math dialect that IREE 3.13 takes from libm in double precision, and which
+its own embedded libm lacks. (``exp`` and ``log`` it has; single precision it approximates.)"""
+
+
+def compilations() -> int:
+    """How many modules this process has compiled (cache hits do not count)."""
+    return _compiled
+
+
+@memoise
+def _versions() -> tuple[str, ...]:
+    def of(distribution: str) -> str:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            return "unknown"
+
+    return tuple(
+        f"{name} {of(name)}" for name in ("pyop3_mlir", "iree-base-compiler", "iree-base-runtime")
+    )
+
+
+def module_key(content: str, device: Device) -> str:
+    """Key of a compiled module.
+
+    Parameters
+    ----------
+    content
+        The module's text, or any string that determines it.
+    device
+        What it is compiled for. The key depends on its target only, so equal machines share entries
+        and different ones on the same file system do not.
+    """
+    parts = [content, device.target.fingerprint, *device.target.flags, *_versions()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def compile_module(
+    text: str | Callable[[], str],
+    device: Device,
+    *,
+    cache: Cache | None = None,
+    key: str | None = None,
+    name: str = "loop",
+) -> bytes:
+    """Compile a module for a device. Thread safe.
+
+    Parameters
+    ----------
+    text
+        MLIR, or a function that makes it, which is called only where the result is not cached.
+    device
+        What to compile for.
+    cache
+        Where to look first and to remember the result.
+    key
+        Any string that determines ``text``; the text itself where not given.
+    name
+        Of the loop, for messages.
+
+    Returns
+    -------
+    bytes
+        An IREE module (vmfb) for :class:`~pyop3_mlir.runtime.executable.Executable`.
+
+    Raises
+    ------
+    CompilationError
+        Where IREE refuses the module. The message holds the first error and the file that the
+        module's text was saved to.
+    """
+    if key is None and callable(text):
+        text = text()
+    entry = module_key(key if key is not None else str(text), device)
+    if cache is not None:
+        found = cache.get(entry)
+        if found is not None:
+            return found
+    if callable(text):
+        text = text()
+    flags = list(device.target.flags)
+    if device.target.backend == "llvm-cpu" and _needs_libm(text):
+        flags += _system_link_flags()
+    vmfb = _compile(text, flags, name)
+    global _compiled
+    with _lock:
+        _compiled = next(_count)
+    if cache is not None:
+        cache.put(entry, vmfb)
+    return vmfb
+
+
+def _needs_libm(text: str) -> bool:
+    """Whether a module calls functions that only the system's libm has.
+
+    The generic form has types on the line of the operation. Functions that the module declares with
+    ``hal.import.static`` are libm's as well (``erf``, ``jn``).
+    """
+    if "hal.import.static" in text:
+        return True
+    return any(
+        found[1] in LIBM and "f64" in line
+        for line in text.splitlines()
+        for found in re.finditer(r"\bmath\.(\w+)", line)
+    )
+
+
+@memoise
+def _system_link_flags() -> tuple[str, ...]:
+    """Link a shared library whose symbols the dynamic loader finds in this process.
+
+    The linker is the one that IREE brings, so no tool chain is needed.
+    """
+    import iree.compiler
+
+    linker = Path(iree.compiler.__file__).parent / "_mlir_libs" / "iree-lld"
+    return (
+        "--iree-llvmcpu-link-embedded=false",
+        f'--iree-llvmcpu-system-linker-path="{linker}" -flavor gnu',
+    )
+
+
+_DIAGNOSTIC = ctypes.CFUNCTYPE(
+    None, ctypes.c_int, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t, ctypes.c_void_p
+)
+_ERROR = 2
+
+
+def _compile(text: str, flags: Sequence[str], name: str) -> bytes:
+    from iree.compiler import api
+
+    errors: list[str] = []
+
+    def collect(severity: int, message: Any, size: int, _: Any) -> None:
+        if severity == _ERROR:
+            errors.append(ctypes.string_at(message, size).decode(errors="replace"))
+
+    with api.Session() as session:
+        try:
+            session.set_flags(*flags)
+        except ValueError as error:
+            raise CompilationError(f"loop {name}: IREE refuses a flag: {error}") from error
+        with session.invocation() as invocation:
+            callback = _DIAGNOSTIC(collect)
+            _capture_diagnostics(invocation, callback)
+            # a terminating zero spares IREE a copy
+            source = api.Source.wrap_buffer(
+                session, text.encode() + b"\0", buffer_name=f"{name}.mlir"
+            )
+            if not (invocation.parse_source(source) and invocation.execute()):
+                raise _failure(text, errors, name)
+            with api.Output.open_membuffer() as output:
+                try:
+                    invocation.output_vm_bytecode(output)
+                except ValueError as error:
+                    raise _failure(text, [*errors, str(error)], name) from error
+                return bytes(output.map_memory())
+
+
+def _capture_diagnostics(invocation: Any, callback: Any) -> None:
+    """Send diagnostics to ``callback``, which the caller keeps alive: iree.compiler.api cannot."""
+    try:
+        from iree.compiler.api.ctypes_dl import _dylib
+
+        enable = _dylib.ireeCompilerInvocationEnableCallbackDiagnostics
+        handle = invocation._inv_p
+    except (ImportError, AttributeError):
+        invocation.enable_console_diagnostics()
+        return
+    enable.argtypes = [ctypes.c_void_p, ctypes.c_int, _DIAGNOSTIC, ctypes.c_void_p]
+    enable.restype = None
+    enable(handle, 0, callback, None)
+
+
+def _failure(text: str, errors: Sequence[str], name: str) -> CompilationError:
+    first = errors[0].split("\n", 1)[0] if errors else "no diagnostic (see standard error)"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    safe = re.sub(r"[^\w-]", "_", name)
+    path = Path(tempfile.gettempdir()) / f"pyop3_mlir-{safe}-{digest}.mlir"
+    try:
+        report = "".join(f"// {line}\n" for error in errors for line in error[:4000].splitlines())
+        path.write_text(text + "\n" + report, encoding="utf-8")
+        where = f"its text and all diagnostics are in {path}; please report it"
+    except OSError as error:
+        where = f"its text could not be saved ({error})"
+    return CompilationError(f"loop {name}: IREE cannot compile the module: {first}\n{where}")

@@ -1,0 +1,442 @@
+"""Load compiled modules and call them on numpy arrays, in place and with little overhead.
+
+A :class:`Buffer` is an array as a device sees it. On the CPU it *is* the array's memory, whatever
+its alignment; on a device with memory of its own it is a copy there. :meth:`Executable.bind`
+prepares a call once, :class:`BoundFunction` repeats it: on ``cpu`` that costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Collection, Sequence
+from functools import cache as memoise
+from typing import Any
+
+import iree.runtime as iree
+import numpy as np
+import numpy.typing as npt
+
+from pyop3_mlir.errors import CompilationError, DeviceError
+from pyop3_mlir.runtime.cache import Cache
+from pyop3_mlir.runtime.compile import compile_module
+from pyop3_mlir.runtime.devices import Device, vm_instance
+
+__all__ = ["ALIGNMENT", "BoundFunction", "Buffer", "Executable", "aligned_empty"]
+
+ALIGNMENT = 64
+"""Bytes. IREE imports host memory that is aligned to this only."""
+
+_ELEMENT_TYPES = {
+    np.dtype(name): element
+    for name, element in (
+        # MLIR's integers have no sign
+        ("bool", iree.HalElementType.BOOL_8),
+        ("int8", iree.HalElementType.INT_8),
+        ("uint8", iree.HalElementType.INT_8),
+        ("int32", iree.HalElementType.INT_32),
+        ("uint32", iree.HalElementType.INT_32),
+        ("int64", iree.HalElementType.INT_64),
+        ("uint64", iree.HalElementType.INT_64),
+        ("float32", iree.HalElementType.FLOAT_32),
+        ("float64", iree.HalElementType.FLOAT_64),
+        ("complex64", iree.HalElementType.COMPLEX_64),
+        ("complex128", iree.HalElementType.COMPLEX_128),
+    )
+}
+
+_HOST_MEMORY = iree.MemoryType.HOST_VISIBLE | iree.MemoryType.DEVICE_LOCAL
+
+_CALLS_KEPT = 64
+"""Argument lists that a bound function keeps, one for each range of iterations."""
+
+
+def aligned_empty(
+    shape: int | Sequence[int], dtype: npt.DTypeLike = np.float64
+) -> npt.NDArray[Any]:
+    """An uninitialised array whose data starts at a multiple of :data:`ALIGNMENT` bytes."""
+    dtype = np.dtype(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+class Buffer:
+    """An array as a device sees it.
+
+    Parameters
+    ----------
+    array
+        C-contiguous, of any shape, of a dtype that MLIR has. Kept alive by the buffer. May be
+        read-only if no function writes to it.
+    device
+        Where to make it usable.
+    alignment
+        Bytes to which the compiled code expects it to be aligned (on the CPU only). An array that
+        is not is copied in and out at each call.
+    constant
+        Promises that the contents do not change: they are copied once, if at all.
+
+    Attributes
+    ----------
+    zero_copy : bool
+        Whether the device works on the array's own memory.
+
+    Raises
+    ------
+    DeviceError
+        Where the array is not contiguous, its dtype is unknown, or the device has no room for it.
+    """
+
+    __slots__ = (
+        "_clock", "_host", "_memory", "_semaphore", "_staging",
+        "array", "constant", "device", "view", "zero_copy",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        array: npt.NDArray[Any],
+        device: Device,
+        alignment: int = ALIGNMENT,
+        *,
+        constant: bool = False,
+    ) -> None:
+        if not array.flags.c_contiguous:
+            raise DeviceError(
+                f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous"
+            )
+        element = _ELEMENT_TYPES.get(array.dtype)
+        if element is None:
+            raise DeviceError(f"arrays of dtype {array.dtype} cannot be passed to a device")
+        self.array = array
+        self.device = device
+        self.constant = constant
+        self.zero_copy = False
+        # the aligned copy on the CPU; the memory of another device and what copies go through
+        self._host: npt.NDArray[Any] | None = None
+        self._memory: Any = None
+        self._staging: Any = None
+        self._semaphore: Any = None
+        self._clock = 0
+        try:
+            self.view = self._open(element, alignment)
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            raise DeviceError(
+                f"device {device}: an array of shape {array.shape} and dtype {array.dtype} "
+                f"({array.nbytes} bytes) cannot be made available: {error}"
+            ) from error
+
+    def _open(self, element: Any, alignment: int) -> Any:
+        array, device = self.array, self.device
+        allocator = device.hal.allocator
+        if array.nbytes == 0:
+            # there is nothing to share, but IREE wants some memory behind the view
+            self.zero_copy = True
+            kind = _HOST_MEMORY if device.is_host else iree.MemoryType.DEVICE_LOCAL
+            memory = allocator.allocate_buffer(kind, iree.BufferUsage.DEFAULT, ALIGNMENT)
+            return iree.HalBufferView(memory, array.shape, element)
+        if device.is_host:
+            if _address(array) % alignment == 0:
+                self.zero_copy = True
+                return _import(array, device, element)
+            self._host = aligned_empty(array.shape, array.dtype)
+            self.upload()
+            return _import(self._host, device, element)
+        self._memory = allocator.allocate_buffer(
+            iree.MemoryType.DEVICE_LOCAL, iree.BufferUsage.DEFAULT, array.nbytes
+        )
+        self._semaphore = device.hal.create_semaphore(0)
+        self.upload()
+        if self.constant:
+            self._staging = None
+        return iree.HalBufferView(self._memory, array.shape, element)
+
+    def upload(self) -> None:
+        """Copy the array's contents to the device; nothing to do where they share memory."""
+        if self._host is not None:
+            np.copyto(self._host, self.array)
+        elif self._memory is not None:
+            staging, mapped = self._stage()
+            np.copyto(mapped, self.array)
+            self._copy(staging, self._memory)
+
+    def download(self) -> None:
+        """Copy the device's contents to the array; nothing to do where they share memory."""
+        if self._host is not None:
+            np.copyto(self.array, self._host)
+        elif self._memory is not None:
+            staging, mapped = self._stage()
+            self._copy(self._memory, staging)
+            np.copyto(self.array, mapped)
+
+    def _stage(self) -> tuple[Any, npt.NDArray[Any]]:
+        """Memory that the host and the device both see, and the array in it."""
+        if self._staging is None:
+            memory = self.device.hal.allocator.allocate_buffer(
+                iree.MemoryType.HOST_LOCAL | iree.MemoryType.DEVICE_VISIBLE,
+                iree.BufferUsage.DEFAULT | iree.BufferUsage.MAPPING,
+                self.array.nbytes,
+            )
+            mapped = memory.map().asarray(list(self.array.shape), self.array.dtype)
+            self._staging = memory, mapped
+        staging: tuple[Any, npt.NDArray[Any]] = self._staging
+        return staging
+
+    def _copy(self, source: Any, target: Any) -> None:
+        self._clock += 1
+        self.device.hal.queue_copy(source, target, [], [(self._semaphore, self._clock)])
+        self._semaphore.wait(self._clock)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _import(array: npt.NDArray[Any], device: Device, element: Any) -> Any:
+    """A view of the array's own memory for the device, whatever the alignment of that memory.
+
+    IREE imports memory from multiples of 64 bytes on. So what is imported starts there, up to 63
+    bytes before the array, and the view is a part of it. Those bytes are in the same page as the
+    array's first one, and nobody reads them.
+    """
+    address = _address(array)
+    before = address % ALIGNMENT
+    # ctypes, since numpy exports no writable memory of an array that is read-only
+    raw = (ctypes.c_char * (before + array.nbytes)).from_address(address - before)
+    memory = device.hal.allocator.import_host_allocation(
+        raw, _HOST_MEMORY, iree.BufferUsage.DEFAULT | iree.BufferUsage.MAPPING
+    )
+    if not before:
+        return iree.HalBufferView(memory, array.shape, element)
+    context, function = _subview(device)
+    arguments, results = iree.VmVariantList(5), iree.VmVariantList(1)
+    arguments.push_ref(iree.HalBufferView(memory, [len(raw)], iree.HalElementType.UINT_8).ref)
+    for number in (before, array.nbytes, array.size, int(element)):
+        arguments.push_int(number)
+    with device.lock:
+        context.invoke(function, arguments, results)
+    flat = results.get_as_object(0, iree.HalBufferView)
+    return iree.HalBufferView(flat.get_buffer(), array.shape, element)
+
+
+# IREE's Python interface has no part of a buffer, its virtual machine has.
+_SUBVIEW = """
+module @pyop3_mlir_subview {
+  util.func public @subview(%view: !hal.buffer_view, %offset: i64, %length: i64, %count: i64,
+                            %type: i32) -> !hal.buffer_view {
+    %c0 = arith.constant 0 : index
+    %o = arith.index_cast %offset : i64 to index
+    %l = arith.index_cast %length : i64 to index
+    %n = arith.index_cast %count : i64 to index
+    %encoding = hal.encoding_type<dense_row_major> : i32
+    %buffer = hal.buffer_view.buffer<%view : !hal.buffer_view> : !hal.buffer
+    %part = hal.buffer.subspan<%buffer : !hal.buffer>[%o, %l] : !hal.buffer
+    %result = hal.buffer_view.create buffer(%part : !hal.buffer)[%c0, %l] shape([%n])
+        type(%type) encoding(%encoding) : !hal.buffer_view
+    util.return %result : !hal.buffer_view
+  }
+}
+"""
+
+
+@memoise
+def _subview(device: Device) -> tuple[Any, Any]:
+    """Context and function that make a view of a part of a buffer."""
+    vmfb = compile_module(_SUBVIEW, device, cache=Cache.default("modules"), name="subview")
+    module = iree.VmModule.copy_buffer(vm_instance(), vmfb)
+    context = iree.VmContext(vm_instance(), modules=[device.hal_module, module])
+    return context, module.lookup_function("subview")
+
+
+class Executable:
+    """A compiled module, loaded on a device.
+
+    Parameters
+    ----------
+    vmfb
+        From :func:`~pyop3_mlir.runtime.compile.compile_module`, for the same target.
+    device
+        Where to run it.
+    name
+        Of the loop, for messages.
+    alignment
+        Bytes to which the module's code expects its buffers to be aligned: what it gave to
+        ``hal.interface.binding.subspan``, or 64 where IREE generated the code.
+
+    Raises
+    ------
+    DeviceError
+        Where the module does not suit the device.
+    """
+
+    def __init__(
+        self, vmfb: bytes, device: Device, *, name: str = "loop", alignment: int = ALIGNMENT
+    ) -> None:
+        self.device = device
+        self.name = name
+        self.alignment = alignment
+        # contexts are not thread safe
+        self._lock = threading.Lock()
+        try:
+            self._module = iree.VmModule.copy_buffer(vm_instance(), vmfb)
+            self._context = iree.VmContext(vm_instance(), modules=[device.hal_module, self._module])
+        except (RuntimeError, ValueError) as error:
+            raise DeviceError(
+                f"loop {name}: the compiled module cannot be loaded on {device}: {error}"
+            ) from error
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names of the functions that can be bound."""
+        return tuple(name for name in self._module.function_names if not name.startswith("__"))
+
+    def buffer(self, array: npt.NDArray[Any], *, constant: bool = False) -> Buffer:
+        """Make an array usable by this executable; see :class:`Buffer`."""
+        return Buffer(array, self.device, self.alignment, constant=constant)
+
+    def bind(
+        self,
+        function: str,
+        arrays: Sequence[npt.NDArray[Any] | Buffer],
+        written: Collection[int] = (),
+        constant: Collection[int] = (),
+    ) -> BoundFunction:
+        """Prepare calls of a function on these arrays.
+
+        Parameters
+        ----------
+        function
+            Its arguments are 64-bit integers first and then one tensor for each of ``arrays``; its
+            results are the tensors that it changed, each tied to its argument.
+        arrays
+            Buffers are shared (a table that several loops use is then on a GPU once).
+        written
+            Positions in ``arrays`` of those that the function changes.
+        constant
+            Positions in ``arrays`` of those that nobody changes as long as they are bound.
+
+        Raises
+        ------
+        DeviceError
+            Where there is no such function, or an array cannot be passed to the device.
+        """
+        found = self._module.lookup_function(function)
+        if found is None:
+            raise DeviceError(
+                f"loop {self.name}: no function {function}, there are {', '.join(self.functions)}"
+            )
+        buffers = []
+        for position, array in enumerate(arrays):
+            if isinstance(array, Buffer):
+                buffer = array
+            else:
+                try:
+                    buffer = self.buffer(array, constant=position in constant)
+                except DeviceError as error:
+                    raise DeviceError(f"loop {self.name}, operand {position}: {error}") from error
+            if position in written and not buffer.array.flags.writeable:
+                raise DeviceError(
+                    f"loop {self.name}, operand {position}: it is written to, but read-only"
+                )
+            buffers.append(buffer)
+        return BoundFunction(self, found, buffers, sorted(written))
+
+
+class BoundFunction:
+    """A function of an :class:`Executable` with its arrays; see :meth:`Executable.bind`.
+
+    Calling it with the integer arguments copies what is not shared in, runs the function and copies
+    what it changed back. :meth:`invoke` runs it only.
+    """
+
+    def __init__(
+        self, executable: Executable, function: Any, buffers: list[Buffer], written: list[int]
+    ) -> None:
+        self.executable = executable
+        self.buffers = tuple(buffers)
+        self._function = function
+        self._written = tuple(written)
+        self._refs = [buffer.view.ref for buffer in buffers]
+        self._incoming = tuple(b for b in buffers if not (b.zero_copy or b.constant))
+        self._outgoing = tuple(b for b in (buffers[i] for i in written) if not b.zero_copy)
+        self._arguments: dict[tuple[int, ...], Any] = {}
+        self._checked = False
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether calls copy nothing."""
+        return not (self._incoming or self._outgoing)
+
+    def __call__(self, *integers: int) -> None:
+        """Upload, invoke, download.
+
+        Raises
+        ------
+        DeviceError
+            Where the function fails or the arrays do not have the types that it takes.
+        """
+        for buffer in self._incoming:
+            buffer.upload()
+        self.invoke(*integers)
+        for buffer in self._outgoing:
+            buffer.download()
+
+    def invoke(self, *integers: int) -> None:
+        """Run the function on what is on the device and wait for it."""
+        arguments = self._arguments.get(integers)
+        if arguments is None:
+            arguments = self._prepare(integers)
+        results = iree.VmVariantList(1)
+        executable = self.executable
+        try:
+            with executable._lock:
+                executable._context.invoke(self._function, arguments, results)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise DeviceError(
+                f"loop {executable.name}: call on {executable.device} failed: {error}"
+            ) from error
+        if not self._checked:
+            self._check(results)
+
+    def _prepare(self, integers: tuple[int, ...]) -> Any:
+        arguments = iree.VmVariantList(len(integers) + len(self._refs))
+        for integer in integers:
+            arguments.push_int(integer)
+        for ref in self._refs:
+            arguments.push_ref(ref)
+        if len(self._arguments) >= _CALLS_KEPT:
+            self._arguments.clear()
+        self._arguments[integers] = arguments
+        return arguments
+
+    def _check(self, results: Any) -> None:
+        """Find out once whether the results are where the caller will look for them.
+
+        IREE copies where it cannot see that it may work in place, and then an array would stay as
+        it was without any error.
+        """
+        self._checked = True
+        device = self.executable.device
+        if len(results) != len(self._written):
+            raise CompilationError(
+                f"loop {self.executable.name}: the function has {len(results)} results, "
+                f"{len(self._written)} arrays were said to be written"
+            )
+        if not device.is_host:
+            return
+        for number, position in enumerate(self._written):
+            buffer = self.buffers[position]
+            if not buffer.array.nbytes:
+                continue
+            view = results.get_as_object(number, iree.HalBufferView)
+            result = view.map().asarray([buffer.array.size], buffer.array.dtype)
+            expected = buffer.array if buffer.zero_copy else buffer._host
+            assert expected is not None
+            if _address(result) != _address(expected):
+                raise CompilationError(
+                    f"loop {self.executable.name}: result {number} is a copy of operand "
+                    f"{position} instead of being that operand"
+                )
