@@ -518,12 +518,12 @@ def _components_apart(first: Argument, second: Argument) -> bool:
 
 
 def _rows(buffer: Any, name: str) -> npt.NDArray[Any]:
-    buffer = _buffer(buffer, name)
-    if not buffer.ndim:
+    array = _buffer(buffer, name)
+    if not array.ndim:
         raise InvalidLoopError(
             f"argument {name}: the array has no axis of rows; use Argument.glob for a scalar"
         )
-    return buffer
+    return array
 
 
 def _overlap(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
