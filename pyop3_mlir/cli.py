@@ -1,29 +1,72 @@
 """The command line: ``python -m pyop3_mlir COMMAND``.
 
-Commands only read arguments and print; what they do lives in the modules that they call.
+Commands read arguments and print; what they do lives in the modules that they call, which are only
+imported when a command needs them.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 import sys
-from typing import Annotated
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from pyop3_mlir import __version__
-from pyop3_mlir.errors import Pyop3MlirError
+from pyop3_mlir.errors import OptionError, Pyop3MlirError
 from pyop3_mlir.options import Options, configure_logging
+
+if TYPE_CHECKING:
+    from pyop3_mlir.parloop import Parloop
+    from pyop3_mlir.runtime.cache import Cache
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="pyop3_mlir",
-    help=__doc__.splitlines()[0] if __doc__ else None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+cache_app = typer.Typer(no_args_is_help=True, help="List, clear or check what is kept on disk.")
+app.add_typer(cache_app, name="cache")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure against what people run today.")
+app.add_typer(bench_app, name="bench")
+
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", "-d", help="cpu, cpu:N (threads), cuda, ...; else the setting `device`."
+    ),
+]
+# Which extra brings a package that a command may miss.
+_EXTRAS = {
+    "firedrake": "firedrake",
+    "loopy": "loopy",
+    "matplotlib": "plot",
+    "meshio": "demo",
+    "scipy": "demo",
+}
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="A benchmark case (laplace_p2_tetrahedron_action), or FILE.py:FUNCTION or "
+        "MODULE:FUNCTION, a function without arguments that returns a Parloop."
+    ),
+]
+
+
+def _console() -> Console:
+    # a pipe has no width: tables are not to be squeezed into 80 columns there
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,10 +88,201 @@ def _common(
     configure_logging(Options.resolve())
 
 
+@bench_app.command("engine")
+def bench_engine(
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Only this case; may be given several times.")
+    ] = None,
+    device: Device = None,
+    size: Annotated[float, typer.Option(help="Factor on the number of cells.")] = 1.0,
+    runs: Annotated[int, typer.Option(min=7, help="Interleaved samples of each case.")] = 15,
+    budget: Annotated[float | None, typer.Option(help="Seconds for tuning a loop.")] = None,
+) -> None:
+    """Compare the engine with the same loops in C, compiled by gcc, one thread each."""
+    from pyop3_mlir.bench.engine import run_engine_bench, table
+
+    options = Options.resolve(device=device, tune_budget=budget)
+    console = _console()
+    with console.status("measuring ...") as status:
+        rows = run_engine_bench(
+            json,
+            case or None,
+            device=options.device,
+            size=size,
+            runs=runs,
+            tune_budget=options.tune_budget,
+            report=lambda row: status.update(f"{row['case']}: {row['ours_s'] * 1e3:.3f} ms"),
+        )
+    console.print(table(rows))
+
+
+@app.command()
+def tune(
+    target: Target,
+    device: Device = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds that it may take.")] = None,
+    size: Annotated[float, typer.Option(help="Factor on a case's number of cells.")] = 1.0,
+    chart: Annotated[Path | None, typer.Option(help="Draw a bar chart to this file.")] = None,
+) -> None:
+    """Measure the schedules of a loop, print the table, and remember the fastest."""
+    from pyop3_mlir import engine
+    from pyop3_mlir.runtime.devices import get_device
+
+    options = Options.resolve(device=device, tune_budget=budget, tune="force")
+    loop = _load_loop(target, size)
+    choice = engine.choose_schedule(loop, get_device(options.device), options)
+    console = _console()
+    if choice.result is not None:
+        console.print(choice.result.table())
+        if not choice.result.complete:
+            console.print(f"The budget of {options.tune_budget:g} s ended it early.")
+    console.print(f"{loop.name}: [bold]{choice.schedule}[/], {choice.reason}", highlight=False)
+    if chart is not None:
+        if choice.result is None:
+            raise OptionError(f"--chart: nothing was measured ({choice.reason})")
+        from pyop3_mlir.autotune.plot import bar_chart
+
+        bar_chart(choice.result, chart, loop.name)
+
+
+def _load_loop(target: str, size: float) -> Parloop:
+    """Make the loop that a TARGET argument names."""
+    from pyop3_mlir.parloop import Parloop
+
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        from pyop3_mlir.bench.cases import case_named
+
+        try:
+            return case_named(target).loop(size).parloop
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+    function = getattr(_load_module(place), name, None)
+    if not callable(function):
+        raise OptionError(f"{place} has no function {name}")
+    if any(p.default is p.empty for p in inspect.signature(function).parameters.values()):
+        raise OptionError(f"{target} takes arguments; name a function without any")
+    loop = function()
+    if not isinstance(loop, Parloop):
+        raise OptionError(f"{target} returned {type(loop).__name__}, not a Parloop")
+    return loop
+
+
+def _load_module(place: str) -> Any:
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise OptionError(f"cannot import {place}: {error}") from None
+    path = Path(place).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise OptionError(f"there is no file {place}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    # as `python FILE` does it
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+@app.command()
+def devices() -> None:
+    """List the devices of this machine, and why a kind of device is missing."""
+    from pyop3_mlir.runtime.devices import available
+
+    table = Table("device", "name", "memory", "f64", "f64 atomics", "available")
+    for info in available():
+        table.add_row(
+            info.spec,
+            info.name,
+            f"{info.memory / 2**30:.1f} GiB" if info.memory else "",
+            _yes(info.f64),
+            _yes(info.f64_atomics),
+            "yes" if info.unavailable is None else f"no: {info.unavailable}",
+        )
+    _console().print(table)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _caches() -> dict[str, Cache]:
+    from pyop3_mlir.runtime.cache import Cache
+
+    root = Options.resolve().cache_dir
+    return {kind: Cache(root / kind) for kind in ("modules", "tuning")}
+
+
+@cache_app.command("list")
+def cache_list() -> None:
+    """List compiled modules and tuning results, the oldest first."""
+    table = Table("kind", "created", "size", "file")
+    total = count = 0
+    for kind, cache in _caches().items():
+        for entry in cache.list():
+            created = datetime.fromtimestamp(entry.created).isoformat(" ", "seconds")
+            table.add_row(kind, created, f"{entry.size:,}", entry.path.name)
+            total, count = total + entry.size, count + 1
+    console = _console()
+    if count:
+        console.print(table)
+    root = Options.resolve().cache_dir
+    console.print(f"{count} entries, {total:,} bytes, in {root}", highlight=False, soft_wrap=True)
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Remove all compiled modules and tuning results."""
+    for kind, cache in _caches().items():
+        typer.echo(f"{kind}: removed {cache.clear()}")
+
+
+@cache_app.command("verify")
+def cache_verify() -> None:
+    """Check every file; remove damaged ones, and exit with 1 where there were any."""
+    damaged = 0
+    for kind, cache in _caches().items():
+        for path, reason in cache.verify():
+            damaged += 1
+            typer.echo(f"{kind}: removed {path}: {reason}")
+        typer.echo(f"{kind}: {len(cache.list())} good entries")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(device: Device = None) -> None:
+    """Check the installation: versions, devices, caches, and a loop that is compiled and run."""
+    from pyop3_mlir.doctor import State, examine
+
+    options = Options.resolve(device=device)
+    table = Table("", "what", "found", show_lines=False)
+    marks = {State.GOOD: "[green]good[/]", State.NOTE: "note", State.BAD: "[bold red]bad[/]"}
+    bad = 0
+    for finding in examine(options):
+        bad += finding.state is State.BAD
+        table.add_row(marks[finding.state], finding.what, finding.found)
+    _console().print(table)
+    if bad:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command that ``sys.argv`` names; errors of this package become one line."""
     try:
         app()
     except Pyop3MlirError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
-        sys.exit(1)
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _fail(f"this needs {error.name}; install it with: pip install 'pyop3_mlir[{extra}]'")
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print("[bold red]error:[/]", escape(message), soft_wrap=True)
+    sys.exit(1)

@@ -1,0 +1,179 @@
+"""``doctor``: look at what a loop needs, and run one whose answer is known."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import numpy as np
+
+from pyop3_mlir import __version__
+from pyop3_mlir.options import Options
+from pyop3_mlir.parloop import Parloop
+
+__all__ = ["Finding", "State", "examine", "small_loop"]
+
+
+class State(enum.Enum):
+    """How bad a finding is."""
+
+    GOOD = "good"
+    NOTE = "note"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    state
+        BAD where loops will not run.
+    what, found
+        What was looked at, and what there is, with what to do about it.
+    """
+
+    state: State
+    what: str
+    found: str
+
+
+# What each is needed for, beside the core.
+_OPTIONAL = {
+    "loopy": "local kernels of PyOP2 and pyop3",
+    "petsc4py": "PETSc's vectors and matrices",
+    "firedrake": "running Firedrake scripts",
+    "matplotlib": "charts",
+}
+
+
+def examine(options: Options) -> Iterator[Finding]:
+    """Look at versions, settings, caches, devices, and run a loop; yields findings as they come.
+
+    Parameters
+    ----------
+    options
+        The device that the loop runs on, and the cache directory.
+    """
+    yield Finding(State.GOOD, "pyop3_mlir", f"{__version__}, Python {platform.python_version()}")
+    for name in ("xdsl", "iree-base-compiler", "iree-base-runtime", "firedrake-fiat", "numpy"):
+        yield _version(name)
+    for module, purpose in _OPTIONAL.items():
+        yield _optional(module, purpose)
+    compiler = shutil.which("gcc")
+    if compiler:
+        yield Finding(State.GOOD, "gcc", compiler)
+    else:
+        yield Finding(State.NOTE, "gcc", "absent; needed for `bench engine` to compare with")
+    for name, value in options.as_dict().items():
+        if options.sources[name] != "default":
+            yield Finding(State.NOTE, f"setting {name}", f"{value} ({options.sources[name]})")
+    yield _attempt("cache", lambda: _check_cache(options), State.NOTE)
+    yield _attempt(f"device {options.device}", lambda: _check_device(options), State.BAD)
+    yield _attempt("a loop", lambda: _check_loop(options), State.BAD)
+
+
+def _version(distribution: str) -> Finding:
+    try:
+        return Finding(State.GOOD, distribution, metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return Finding(State.BAD, distribution, "not installed; install pyop3_mlir again")
+
+
+def _optional(module: str, purpose: str) -> Finding:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return Finding(State.NOTE, module, f"absent; needed for {purpose}")
+    try:
+        return Finding(State.GOOD, module, metadata.version(module))
+    except metadata.PackageNotFoundError:
+        return Finding(State.GOOD, module, "present")
+
+
+def _attempt(what: str, check: Callable[[], str], failure: State) -> Finding:
+    try:
+        return Finding(State.GOOD, what, check())
+    except Exception as error:
+        # whatever it is, it is what the user came to find out
+        return Finding(failure, what, f"{type(error).__name__}: {error}")
+
+
+def _check_cache(options: Options) -> str:
+    options.cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=options.cache_dir):
+        pass
+    free = shutil.disk_usage(options.cache_dir).free / 2**30
+    return f"{options.cache_dir} can be written to, {free:.1f} GiB free"
+
+
+def _check_device(options: Options) -> str:
+    from pyop3_mlir.runtime.devices import get_device
+
+    device = get_device(options.device)
+    return f"{device}, compiled for {device.target.backend}"
+
+
+def small_loop() -> Parloop:
+    """Sum a value of each end of an edge into the other, on a ring of 100 edges."""
+    from pyop3_mlir.kernels.program import (
+        Compute,
+        Dim,
+        IndexOf,
+        KernelArgument,
+        Load,
+        LocalKernel,
+        Op,
+        Output,
+        Scalar,
+        Temporary,
+    )
+    from pyop3_mlir.parloop import INC, READ, Argument, IndexTable, IterationSet
+
+    real = np.dtype(np.float64)
+    i = Dim("i", 2)
+    y, x = KernelArgument("y", (2,), real), KernelArgument("x", (2,), real)
+    other = Op("sub", Scalar(1), IndexOf(i))
+    value = Temporary("value", (2,), real)
+    kernel = LocalKernel(
+        "neighbours",
+        (y, x),
+        (Compute((value,), (i,), (), (Load(x, (other,)),)),),
+        (Output(y, (i,), IndexOf(i), value),),
+    )
+    edges = np.arange(100)
+    ends = IndexTable(np.stack([edges, (edges + 1) % 100], axis=1), 100)
+    values = np.cos(np.arange(100.0))
+    return Parloop(
+        kernel,
+        IterationSet(100),
+        [
+            Argument.indirect(np.zeros(100), INC, ends, "y"),
+            Argument.indirect(values, READ, ends, "x"),
+        ],
+    )
+
+
+def _check_loop(options: Options) -> str:
+    from time import perf_counter
+
+    from pyop3_mlir import engine
+    from pyop3_mlir.options import overriding
+
+    loop = small_loop()
+    start = perf_counter()
+    with overriding(device=options.device, tune="off"):
+        bound = engine.compile(loop)
+        bound()
+    elapsed = perf_counter() - start
+    x = loop.arguments[1].buffer
+    error = float(np.abs(loop.arguments[0].buffer - np.roll(x, 1) - np.roll(x, -1)).max())
+    if error > 1e-14:
+        raise ArithmeticError(f"the result is wrong by {error:.1e}")
+    return f"compiled and run in {elapsed:.2f} s ({bound.schedule}), error {error:.0e}"
