@@ -270,7 +270,9 @@ def as_scalars(argument: Argument, extent: int) -> Argument:
     values = first.values.astype(np.int64)[:, :, None] * argument.stride + components
     values[first.values < 0] = -1
     table = IndexTable(
-        values.reshape(first.size, -1).astype(_index_dtype(argument.buffer.size), copy=False),
+        values.reshape(first.size, argument.slots).astype(
+            _index_dtype(argument.buffer.size), copy=False
+        ),
         argument.buffer.size,
         first.allow_negative,
         f"{first.name} (scalars)",
@@ -618,7 +620,7 @@ def _with_components(table: IndexTable, components: int) -> Integers:
         return table.values
     values = table.values.astype(np.int64)[:, :, None] * components + np.arange(components)
     values[table.values < 0] = -1
-    return values.reshape(table.size, -1)
+    return values.reshape(table.size, table.arity * components)
 
 
 def _check_matrix(rows: IndexTable, cols: IndexTable, nrows: int, ncols: int) -> None:
@@ -787,7 +789,7 @@ def _expand(
     step = max(1, CHUNK // max(1, entries * area))
     for begin in range(0, rows.size, step):
         part = slice(begin, begin + step)
-        node = found[part].reshape(-1, rows.arity, cols.arity)
+        node = found[part].reshape(len(rows.values[part]), rows.arity, cols.arity)
         positions = expand(np.maximum(rows.values[part], 0), node)
         if rows.has_negative or cols.has_negative:
             positions = np.where((node < 0)[:, :, None, :, None], -1, positions)
