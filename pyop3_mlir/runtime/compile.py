@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache as memoise
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pyop3_mlir.errors import CompilationError
 from pyop3_mlir.runtime.cache import Cache
@@ -71,7 +71,7 @@ def compile_module(
     text: str | Callable[[], str],
     device: Device,
     *,
-    cache: Cache | None = None,
+    cache: Cache | Literal["default"] | None = "default",
     key: str | None = None,
     name: str = "loop",
 ) -> bytes:
@@ -84,7 +84,8 @@ def compile_module(
     device
         What to compile for.
     cache
-        Where to look first and to remember the result.
+        Where to look first and to remember the result: the cache "modules" under
+        :func:`~pyop3_mlir.runtime.cache.default_root` where not given, none where None.
     key
         Any string that determines ``text``; the text itself where not given.
     name
@@ -101,6 +102,8 @@ def compile_module(
         Where IREE refuses the module. The message holds the first error and the file that the
         module's text was saved to.
     """
+    if cache == "default":
+        cache = Cache.default("modules")
     if key is None and callable(text):
         text = text()
     entry = module_key(key if key is not None else str(text), device)

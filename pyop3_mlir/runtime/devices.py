@@ -125,6 +125,16 @@ class Device:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
+    def name(self) -> str:
+        """What the driver calls it."""
+        return self.info.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this device from the process's others, and its target from that of other hosts."""
+        return f"{self.spec} {self.target.fingerprint}"
+
+    @property
     def is_host(self) -> bool:
         """Whether the device works on the host's memory in place."""
         return self.target.backend == "llvm-cpu"

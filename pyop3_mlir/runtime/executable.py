@@ -8,8 +8,10 @@ prepares a call once, :class:`BoundFunction` repeats it: on ``cpu`` that costs a
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache as memoise
 from typing import Any
 
@@ -18,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import CompilationError, DeviceError
-from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, vm_instance
 
@@ -27,23 +28,22 @@ __all__ = ["ALIGNMENT", "BoundFunction", "Buffer", "Executable", "aligned_empty"
 ALIGNMENT = 64
 """Bytes. IREE imports host memory that is aligned to this only."""
 
-_ELEMENT_TYPES = {
-    np.dtype(name): element
-    for name, element in (
-        # MLIR's integers have no sign
-        ("bool", iree.HalElementType.BOOL_8),
-        ("int8", iree.HalElementType.INT_8),
-        ("uint8", iree.HalElementType.INT_8),
-        ("int32", iree.HalElementType.INT_32),
-        ("uint32", iree.HalElementType.INT_32),
-        ("int64", iree.HalElementType.INT_64),
-        ("uint64", iree.HalElementType.INT_64),
-        ("float32", iree.HalElementType.FLOAT_32),
-        ("float64", iree.HalElementType.FLOAT_64),
-        ("complex64", iree.HalElementType.COMPLEX_64),
-        ("complex128", iree.HalElementType.COMPLEX_128),
-    )
-}
+# MLIR's integers have no sign
+_TYPES = (
+    ("bool", "i1", iree.HalElementType.BOOL_8),
+    ("int8", "i8", iree.HalElementType.INT_8),
+    ("uint8", "i8", iree.HalElementType.INT_8),
+    ("int32", "i32", iree.HalElementType.INT_32),
+    ("uint32", "i32", iree.HalElementType.INT_32),
+    ("int64", "i64", iree.HalElementType.INT_64),
+    ("uint64", "i64", iree.HalElementType.INT_64),
+    ("float32", "f32", iree.HalElementType.FLOAT_32),
+    ("float64", "f64", iree.HalElementType.FLOAT_64),
+    ("complex64", "complex<f32>", iree.HalElementType.COMPLEX_64),
+    ("complex128", "complex<f64>", iree.HalElementType.COMPLEX_128),
+)
+_ELEMENT_TYPES = {np.dtype(name): element for name, _, element in _TYPES}
+_MLIR_TYPES = {np.dtype(name): mlir for name, mlir, _ in _TYPES}
 
 _HOST_MEMORY = iree.MemoryType.HOST_VISIBLE | iree.MemoryType.DEVICE_LOCAL
 
@@ -245,10 +245,73 @@ module @pyop3_mlir_subview {
 @memoise
 def _subview(device: Device) -> tuple[Any, Any]:
     """Context and function that make a view of a part of a buffer."""
-    vmfb = compile_module(_SUBVIEW, device, cache=Cache.default("modules"), name="subview")
+    vmfb = compile_module(_SUBVIEW, device, name="subview")
     module = iree.VmModule.copy_buffer(vm_instance(), vmfb)
     context = iree.VmContext(vm_instance(), modules=[device.hal_module, module])
     return context, module.lookup_function("subview")
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What a function takes and gives, as IREE wrote it down in the module.
+
+    Attributes
+    ----------
+    function
+        IREE's handle.
+    scalars
+        Number of integer arguments.
+    elements
+        MLIR's name of the element type of each tensor argument.
+    written
+        For each result the number of the tensor argument that it is tied to.
+    alignment
+        Bytes.
+    """
+
+    function: Any
+    scalars: int
+    elements: tuple[str, ...]
+    written: tuple[int, ...]
+    alignment: int
+
+    @classmethod
+    def of(cls, function: Any, alignment: int | None) -> _Signature:
+        reflection = function.reflection
+        declaration = reflection.get("iree.abi.declaration", "")
+        arguments, _, results = declaration.partition(" -> ")
+        elements: list[str] = []
+        scalars = 0
+        tied = {}
+        for type_, attributes in re.findall(
+            r"%input\d+: (\S+?)(?: {([^}]*)})?(?:, |\)$)", arguments
+        ):
+            found = re.fullmatch(r"tensor<(?:[?\d]+x)*(.*)>", type_)
+            if found is None:
+                scalars += 1
+                continue
+            result = re.search(r"iree\.abi\.output = (\d+)", attributes)
+            if result is not None:
+                tied[int(result[1])] = len(elements)
+            elements.append(found[1])
+        count = results.count("%output")
+        if sorted(tied) != list(range(count)):
+            raise CompilationError(
+                f"function {function.name}: not every result is tied to an argument: {declaration}"
+            )
+        if alignment is None:
+            alignment = int(reflection.get("alignment", ALIGNMENT))
+        written = tuple(tied[result] for result in range(count))
+        return cls(function, scalars, tuple(elements), written, alignment)
+
+    def check(self, position: int, array: npt.NDArray[Any]) -> None:
+        expected, given = self.elements[position], _MLIR_TYPES[array.dtype]
+        if expected != given:
+            raise DeviceError(
+                f"the function takes elements of type {expected}, the array has dtype {array.dtype}"
+            )
+        if position in self.written and not array.flags.writeable:
+            raise DeviceError("the function writes to it, but the array is read-only")
 
 
 class Executable:
@@ -264,7 +327,8 @@ class Executable:
         Of the loop, for messages.
     alignment
         Bytes to which the module's code expects its buffers to be aligned: what it gave to
-        ``hal.interface.binding.subspan``, or 64 where IREE generated the code.
+        ``hal.interface.binding.subspan``, or 64 where IREE generated the code. Where not given, the
+        module says it itself (``iree.reflection = {alignment = "8"}`` on a function), else 64.
 
     Raises
     ------
@@ -273,11 +337,12 @@ class Executable:
     """
 
     def __init__(
-        self, vmfb: bytes, device: Device, *, name: str = "loop", alignment: int = ALIGNMENT
+        self, vmfb: bytes, device: Device, *, name: str = "loop", alignment: int | None = None
     ) -> None:
         self.device = device
         self.name = name
-        self.alignment = alignment
+        self._alignment = alignment
+        self._signatures: dict[str, _Signature] = {}
         # contexts are not thread safe
         self._lock = threading.Lock()
         try:
@@ -293,15 +358,23 @@ class Executable:
         """Names of the functions that can be bound."""
         return tuple(name for name in self._module.function_names if not name.startswith("__"))
 
-    def buffer(self, array: npt.NDArray[Any], *, constant: bool = False) -> Buffer:
-        """Make an array usable by this executable; see :class:`Buffer`."""
-        return Buffer(array, self.device, self.alignment, constant=constant)
+    def signature(self, function: str) -> _Signature:
+        """What a function takes and gives."""
+        found = self._signatures.get(function)
+        if found is None:
+            handle = self._module.lookup_function(function)
+            if handle is None:
+                raise DeviceError(
+                    f"loop {self.name}: no function {function}, there are "
+                    f"{', '.join(self.functions)}"
+                )
+            found = self._signatures[function] = _Signature.of(handle, self._alignment)
+        return found
 
     def bind(
         self,
         function: str,
         arrays: Sequence[npt.NDArray[Any] | Buffer],
-        written: Collection[int] = (),
         constant: Collection[int] = (),
     ) -> BoundFunction:
         """Prepare calls of a function on these arrays.
@@ -310,39 +383,40 @@ class Executable:
         ----------
         function
             Its arguments are 64-bit integers first and then one tensor for each of ``arrays``; its
-            results are the tensors that it changed, each tied to its argument.
+            results are the tensors that it changes, each tied to its argument by
+            ``iree.abi.output``.
         arrays
             Buffers are shared (a table that several loops use is then on a GPU once).
-        written
-            Positions in ``arrays`` of those that the function changes.
         constant
             Positions in ``arrays`` of those that nobody changes as long as they are bound.
 
         Raises
         ------
         DeviceError
-            Where there is no such function, or an array cannot be passed to the device.
+            Where there is no such function, an array cannot be passed to the device or is of
+            another dtype than the function takes, or is read-only but written to.
         """
-        found = self._module.lookup_function(function)
-        if found is None:
+        signature = self.signature(function)
+        if len(arrays) != len(signature.elements):
             raise DeviceError(
-                f"loop {self.name}: no function {function}, there are {', '.join(self.functions)}"
+                f"loop {self.name}: {function} takes {len(signature.elements)} arrays, "
+                f"{len(arrays)} were given"
             )
         buffers = []
         for position, array in enumerate(arrays):
-            if isinstance(array, Buffer):
-                buffer = array
-            else:
-                try:
-                    buffer = self.buffer(array, constant=position in constant)
-                except DeviceError as error:
-                    raise DeviceError(f"loop {self.name}, operand {position}: {error}") from error
-            if position in written and not buffer.array.flags.writeable:
-                raise DeviceError(
-                    f"loop {self.name}, operand {position}: it is written to, but read-only"
+            try:
+                buffer = (
+                    array
+                    if isinstance(array, Buffer)
+                    else Buffer(
+                        array, self.device, signature.alignment, constant=position in constant
+                    )
                 )
+                signature.check(position, buffer.array)
+            except DeviceError as error:
+                raise DeviceError(f"loop {self.name}, operand {position}: {error}") from error
             buffers.append(buffer)
-        return BoundFunction(self, found, buffers, sorted(written))
+        return BoundFunction(self, signature, buffers)
 
 
 class BoundFunction:
@@ -353,15 +427,16 @@ class BoundFunction:
     """
 
     def __init__(
-        self, executable: Executable, function: Any, buffers: list[Buffer], written: list[int]
+        self, executable: Executable, signature: _Signature, buffers: list[Buffer]
     ) -> None:
         self.executable = executable
         self.buffers = tuple(buffers)
-        self._function = function
-        self._written = tuple(written)
+        self._function = signature.function
+        self._scalars = signature.scalars
+        self._written = signature.written
         self._refs = [buffer.view.ref for buffer in buffers]
         self._incoming = tuple(b for b in buffers if not (b.zero_copy or b.constant))
-        self._outgoing = tuple(b for b in (buffers[i] for i in written) if not b.zero_copy)
+        self._outgoing = tuple(b for b in (buffers[i] for i in self._written) if not b.zero_copy)
         self._arguments: dict[tuple[int, ...], Any] = {}
         self._checked = False
 
@@ -402,6 +477,11 @@ class BoundFunction:
             self._check(results)
 
     def _prepare(self, integers: tuple[int, ...]) -> Any:
+        if len(integers) != self._scalars:
+            raise DeviceError(
+                f"loop {self.executable.name}: the function takes {self._scalars} integers, "
+                f"{len(integers)} were given"
+            )
         arguments = iree.VmVariantList(len(integers) + len(self._refs))
         for integer in integers:
             arguments.push_int(integer)
@@ -419,13 +499,7 @@ class BoundFunction:
         it was without any error.
         """
         self._checked = True
-        device = self.executable.device
-        if len(results) != len(self._written):
-            raise CompilationError(
-                f"loop {self.executable.name}: the function has {len(results)} results, "
-                f"{len(self._written)} arrays were said to be written"
-            )
-        if not device.is_host:
+        if not self.executable.device.is_host:
             return
         for number, position in enumerate(self._written):
             buffer = self.buffers[position]
@@ -433,8 +507,7 @@ class BoundFunction:
                 continue
             view = results.get_as_object(number, iree.HalBufferView)
             result = view.map().asarray([buffer.array.size], buffer.array.dtype)
-            expected = buffer.array if buffer.zero_copy else buffer._host
-            assert expected is not None
+            expected = buffer.array if buffer._host is None else buffer._host
             if _address(result) != _address(expected):
                 raise CompilationError(
                     f"loop {self.executable.name}: result {number} is a copy of operand "
