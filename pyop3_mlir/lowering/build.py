@@ -10,16 +10,20 @@ index read from a table, and the scatter is a sequential loop over the cells. Th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from xdsl.dialects import arith, func, tensor
+from xdsl.dialects import arith, complex, func, tensor
 from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     AffineMapAttr,
-    IndexType,
+    ComplexType,
+    Float32Type,
+    Float64Type,
     ModuleOp,
     TensorType,
+    i32,
     i64,
 )
 from xdsl.dialects.linalg.attrs import IteratorTypeAttr
@@ -45,6 +49,7 @@ from pyop3_mlir.kernels.program import (
     postorder,
 )
 from pyop3_mlir.lowering.emit import (
+    CONTRACT,
     Emitter,
     IndexLike,
     element_type,
@@ -53,16 +58,37 @@ from pyop3_mlir.lowering.emit import (
     storage_type,
     store_cast,
 )
-from pyop3_mlir.parloop import INC, MAX, MIN, Access, ArgumentSpec, Kind, LoopSpec
+from pyop3_mlir.parloop import INC, MAX, MIN, WRITE, Access, ArgumentSpec, Kind, LoopSpec
 
-__all__ = ["build_module", "operand_types", "written_buffers"]
+__all__ = [
+    "build_module",
+    "operand_types",
+    "reduction_name",
+    "segmented_arguments",
+    "written_buffers",
+]
 
 
-def operand_types(spec: LoopSpec) -> list[Attribute]:
+def segmented_arguments(spec: LoopSpec) -> list[int]:
+    """Numbers of the arguments whose contributions the segmented strategy stores before it sums."""
+    return [
+        number
+        for number, argument in enumerate(spec.arguments)
+        if argument.access.writes and argument.kind is not Kind.DIRECT
+    ]
+
+
+def reduction_name(argument: int) -> str:
+    """Name of the function that sums the contributions of an argument."""
+    return f"reduce_{argument}"
+
+
+def operand_types(spec: LoopSpec, segmented: bool = False) -> list[Attribute]:
     """Types of the operands of ``@loop``.
 
     ``start`` and ``stop`` (``i64``), the entity list if there is one, the tables by operand number,
-    the buffers by operand number; every array is flattened to one dimension of dynamic size.
+    the buffers by operand number, and with the segmented strategy the contributions of each of
+    :func:`segmented_arguments`; every array is flattened to one dimension of dynamic size.
     """
     types: list[Attribute] = [i64, i64]
     if spec.entities is not None:
@@ -71,19 +97,27 @@ def operand_types(spec: LoopSpec) -> list[Attribute]:
     types += [_flat(np.dtype(tables[number])) for number in sorted(tables)]
     buffers = {a.buffer: a.dtype for a in spec.arguments}
     types += [_flat(np.dtype(buffers[number])) for number in sorted(buffers)]
+    if segmented:
+        types += [_flat(np.dtype(spec.arguments[k].dtype)) for k in segmented_arguments(spec)]
     return types
 
 
-def written_buffers(spec: LoopSpec) -> list[int]:
-    """Operand numbers of the buffers that the loop changes, ascending: the results of ``@loop``."""
-    return sorted({a.buffer for a in spec.arguments if a.access.writes})
+def written_buffers(kernel: LocalKernel, spec: LoopSpec, segmented: bool = False) -> list[int]:
+    """Operand numbers of the buffers that ``@loop`` changes, ascending: its first results.
+
+    With the segmented strategy the contributions follow.
+    """
+    stored = set(segmented_arguments(spec)) if segmented else set()
+    of = {formal: number for number, formal in enumerate(kernel.arguments)}
+    numbers = {of[output.argument] for output in kernel.outputs if output.argument.size}
+    return sorted({spec.arguments[number].buffer for number in numbers - stored})
 
 
 def _flat(dtype: np.dtype[Any]) -> TensorType[Any]:
     return TensorType(storage_type(dtype), [DYNAMIC_INDEX])
 
 
-def build_module(kernel: LocalKernel, spec: LoopSpec) -> ModuleOp:
+def build_module(kernel: LocalKernel, spec: LoopSpec, segmented: bool = False) -> ModuleOp:
     """The tensor stage of a loop.
 
     Parameters
@@ -92,11 +126,16 @@ def build_module(kernel: LocalKernel, spec: LoopSpec) -> ModuleOp:
         The local kernel; it is validated here.
     spec
         How its arguments are gathered and scattered.
+    segmented
+        Store the contributions of shared targets cell by cell, and sum each target's own list in a
+        second function, instead of updating the targets cell by cell.
 
     Returns
     -------
     ModuleOp
-        A module with the function ``@loop`` and nothing else.
+        A module with the function ``@loop`` and, for the segmented strategy, a function
+        ``@reduce_k(first target, last target, offsets, numbers, contributions, buffer)`` for each
+        argument k of :func:`segmented_arguments`.
 
     Raises
     ------
@@ -104,17 +143,22 @@ def build_module(kernel: LocalKernel, spec: LoopSpec) -> ModuleOp:
         Where an operation or type of the kernel has no counterpart.
     """
     kernel.validate()
-    return _Builder(kernel, spec).build()
+    module = _Builder(kernel, spec, segmented).build()
+    if segmented:
+        for number in segmented_arguments(spec):
+            module.body.block.add_op(_reduction(number, spec.arguments[number]))
+    return module
 
 
 class _Builder:
     """State of building one function."""
 
-    def __init__(self, kernel: LocalKernel, spec: LoopSpec) -> None:
+    def __init__(self, kernel: LocalKernel, spec: LoopSpec, segmented: bool) -> None:
         self.kernel = kernel
         self.spec = spec
         self.of = dict(zip(kernel.arguments, spec.arguments, strict=True))
-        types = operand_types(spec)
+        self.segmented = [kernel.arguments[k] for k in segmented_arguments(spec) if segmented]
+        types = operand_types(spec, segmented)
         self.block = Block(arg_types=types)
         self.e = Emitter(self.block)
         args = list(self.block.args)
@@ -126,7 +170,9 @@ class _Builder:
             position += 1
         ntables = len({a.table for a in spec.arguments if a.table is not None})
         self.tables = args[position : position + ntables]
-        self.buffers = args[position + ntables :]
+        nbuffers = len({a.buffer for a in spec.arguments})
+        self.buffers = args[position + ntables : position + ntables + nbuffers]
+        self.contributions = args[position + ntables + nbuffers :]
         self.values: dict[Source, SSAValue] = {}
         self.varying: dict[Source, bool] = {}
 
@@ -364,21 +410,48 @@ class _Builder:
 
     def _scatter(self) -> list[SSAValue]:
         """The sequential loop over cells that updates the buffers, in the order of iteration."""
-        numbers = written_buffers(self.spec)
-        carried = [self.buffers[number] for number in numbers]
+        stored = {argument: number for number, argument in enumerate(self.segmented)}
         outputs = [output for output in self.kernel.outputs if output.argument.size]
-        if not outputs:
-            return carried
+        numbers = written_buffers(self.kernel, self.spec, bool(stored))
+        carried = [self.buffers[number] for number in numbers] + list(self.contributions)
+        pieces = [output.argument for output in outputs]
 
         def body(e: Emitter, k: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
-            state = dict(zip(numbers, args, strict=True))
+            state: dict[SSAValue, SSAValue] = dict(zip(carried, args, strict=True))
             cell = e.to_index(e.insert(tensor.ExtractOp(self.cells, [k], i64)))
+            for argument, number in stored.items():
+                if pieces.count(argument) != 1 or not _covers(outputs, argument):
+                    slots = argument.size
+                    old = self.contributions[number]
+                    state[old] = self._clear(e, state[old], e.add(k, self.start), slots)
             for output in outputs:
                 spec = self.of[output.argument]
-                state[spec.buffer] = self._piece(e, output, spec, k, cell, state[spec.buffer])
-            return [state[number] for number in numbers]
+                target = self.buffers[spec.buffer]
+                row: IndexLike = cell
+                if output.argument in stored:
+                    target = self.contributions[stored[output.argument]]
+                    row = e.add(k, self.start)
+                    whole = pieces.count(output.argument) == 1 and _covers(
+                        outputs, output.argument
+                    )
+                    spec = _contribution_spec(spec, whole)
+                state[target] = self._piece(e, output, spec, k, row, state[target])
+            return [state[value] for value in carried]
 
+        if not carried:
+            return []
         return list(self.e.for_loop(0, self.count, 1, carried, body))
+
+    def _clear(self, e: Emitter, buffer: SSAValue, row: IndexLike, slots: int) -> SSAValue:
+        """Zero the contributions of one iteration."""
+        element = buffer.type.element_type  # type: ignore[attr-defined]
+        zero = e.constant(np.zeros((), np.complex128)[()] if isinstance(element, ComplexType) else 0, element)
+
+        def body(e: Emitter, i: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
+            at = e.index(e.add(e.mul(row, slots), i))
+            return [e.insert(tensor.InsertOp(zero, args[0], [at]))]
+
+        return e.for_loop(0, slots, 1, [buffer], body)[0]
 
     def _piece(
         self,
@@ -386,7 +459,7 @@ class _Builder:
         output: Output,
         spec: ArgumentSpec,
         k: SSAValue,
-        cell: SSAValue,
+        cell: IndexLike,
         buffer: SSAValue,
     ) -> SSAValue:
         """Scatter one output piece of one cell."""
@@ -431,6 +504,71 @@ class _Builder:
         return nest(e, 0, [], None, buffer)
 
 
+def _covers(outputs: Sequence[Output], argument: KernelArgument) -> bool:
+    """Whether the only piece of an argument covers each slot exactly once."""
+    piece = next(output for output in outputs if output.argument is argument)
+    slots = np.sort(_evaluate(piece.slot, piece.dims), axis=None)
+    return np.array_equal(slots, np.arange(argument.size))
+
+
+def _contribution_spec(spec: ArgumentSpec, whole: bool) -> ArgumentSpec:
+    """Where an iteration's contributions go: a row of their own, in the order of the pack."""
+    slots = spec.arity * spec.components
+    return replace(
+        spec,
+        kind=Kind.DIRECT,
+        access=WRITE if whole else INC,
+        arity=1,
+        components=slots,
+        stride=slots,
+        offset=0,
+        negative=False,
+        table=None,
+    )
+
+
+def _reduction(number: int, spec: ArgumentSpec) -> func.FuncOp:
+    """Each target unpacks its own list of contributions, in the order of iteration."""
+    dtype = np.dtype(spec.dtype)
+    index, values = _flat(np.dtype(np.int32)), _flat(dtype)
+    block = Block(arg_types=[i64, i64, index, index, values, values])
+    e = Emitter(block)
+    start, stop = (e.to_index(value) for value in block.args[:2])
+    offsets, numbers, contributions, buffer = block.args[2:]
+    element = values.element_type
+
+    def target(e: Emitter, t: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
+        first = e.to_index(e.insert(tensor.ExtractOp(offsets, [t], i32)))
+        last = e.to_index(e.insert(tensor.ExtractOp(offsets, [e.index(e.add(t, 1))], i32)))
+
+        def component(
+            e: Emitter, c: SSAValue, args: tuple[SSAValue, ...]
+        ) -> Sequence[SSAValue]:
+            at = e.index(e.add(e.mul(t, spec.stride), e.add(c, spec.offset)))
+            old = load_cast(e, e.insert(tensor.ExtractOp(args[0], [at], element)), dtype)
+
+            def contribution(
+                e: Emitter, j: SSAValue, state: tuple[SSAValue, ...]
+            ) -> Sequence[SSAValue]:
+                which = e.to_index(e.insert(tensor.ExtractOp(numbers, [j], i32)))
+                place = e.index(e.add(e.mul(which, spec.components), c))
+                new = load_cast(
+                    e, e.insert(tensor.ExtractOp(contributions, [place], element)), dtype
+                )
+                return [combine_values(e, spec.access, dtype, state[0], new)]
+
+            (total,) = e.for_loop(first, last, 1, [old], contribution)
+            return [e.insert(tensor.InsertOp(store_cast(e, total, dtype), args[0], [at]))]
+
+        return e.for_loop(0, spec.components, 1, args, component)
+
+    results = e.for_loop(start, stop, 1, [buffer], target)
+    e.insert(func.ReturnOp(*results))
+    return func.FuncOp(
+        reduction_name(number), ([a.type for a in block.args], [values]), Region(block)
+    )
+
+
 def storage_of(source: Source) -> Attribute:
     """The element type of the tensor that holds a source."""
     if isinstance(source, Table):
@@ -439,17 +577,9 @@ def storage_of(source: Source) -> Attribute:
 
 
 def _sum(e: Emitter, carried: SSAValue, value: SSAValue) -> SSAValue:
-    from xdsl.dialects.builtin import ComplexType
-
-    from pyop3_mlir.lowering.emit import CONTRACT
-
     if isinstance(carried.type, ComplexType):
-        from xdsl.dialects import complex
-
         return e.insert(complex.AddOp(carried, value))
-    if isinstance(carried.type, IndexType) or not hasattr(carried.type, "bitwidth"):
-        return e.insert(arith.AddiOp(carried, value))
-    if carried.type.name.startswith("f"):
+    if isinstance(carried.type, Float32Type | Float64Type):
         return e.insert(arith.AddfOp(carried, value, CONTRACT))
     return e.insert(arith.AddiOp(carried, value))
 

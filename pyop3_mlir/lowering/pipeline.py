@@ -33,27 +33,45 @@ from pyop3_mlir.parloop import LoopSpec
 __all__ = ["lower", "passes", "stages"]
 
 
-def passes(schedule: Schedule) -> list[ModulePass]:
-    """The passes that a schedule asks for, in order."""
+CHUNK = 1024
+"""Iterations of a workgroup where several threads share a loop; a multiple of every block width."""
+
+
+def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
+    """The passes that a schedule asks for, in order.
+
+    Parameters
+    ----------
+    schedule
+        Strategy and batching.
+    threads
+        CPU threads that share the work; ``in_order`` uses one whatever there are.
+    """
+    shared = threads > 1 and schedule.strategy != "in_order"
     return [
         BlockCellsPass(schedule.width),
         BufferisePass(),
         VectorisePass(schedule.tile, schedule.unroll),
-        OutlineDispatchPass(),
+        OutlineDispatchPass(chunk=CHUNK if shared else 0),
     ]
 
 
 def stages(
-    kernel: LocalKernel, spec: LoopSpec, schedule: Schedule
+    kernel: LocalKernel, spec: LoopSpec, schedule: Schedule, threads: int = 1, verify: bool = True
 ) -> Iterator[tuple[str, ModuleOp]]:
-    """Every stage of a loop's way, verified: its name and the module, which the next one changes."""
+    """Every stage of a loop's way: its name and the module, which the next one changes.
+
+    ``verify`` checks each stage, which takes as long as making it.
+    """
     context = iree_context()
-    module = build_module(kernel, spec)
-    module.verify()
-    yield "tensor", module
-    for step in passes(schedule):
-        step.apply(context, module)
+    module = build_module(kernel, spec, schedule.strategy == "segmented")
+    if verify:
         module.verify()
+    yield "tensor", module
+    for step in passes(schedule, threads):
+        step.apply(context, module)
+        if verify:
+            module.verify()
         yield step.name, module
 
 
@@ -61,22 +79,23 @@ def lower(
     kernel: LocalKernel,
     spec: LoopSpec,
     schedule: Schedule,
+    threads: int = 1,
     *,
     observe: Callable[[str, ModuleOp], None] | None = None,
 ) -> str:
-    """The text of the module that is to be compiled.
+    """The text of the module that is to be compiled; IREE verifies it.
 
     Parameters
     ----------
     kernel, spec
         The loop.
-    schedule
-        Strategy and batching.
+    schedule, threads
+        As for :func:`passes`.
     observe
-        Called with the name and the module of every stage.
+        Called with the name and the module of every stage, each of them verified.
     """
     module = None
-    for name, module in stages(kernel, spec, schedule):
+    for name, module in stages(kernel, spec, schedule, threads, observe is not None):
         if observe is not None:
             observe(name, module)
     assert module is not None

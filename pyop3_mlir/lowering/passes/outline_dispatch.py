@@ -14,6 +14,7 @@ from xdsl.dialects.builtin import (
     IntegerAttr,
     MemRefType,
     ModuleOp,
+    StringAttr,
     TensorType,
     i32,
     i64,
@@ -24,7 +25,10 @@ from xdsl.passes import ModulePass
 from pyop3_mlir.lowering.dialects import codegen, flow, gpu, hal
 from pyop3_mlir.lowering.emit import Emitter, IndexLike
 
-__all__ = ["OutlineDispatchPass"]
+__all__ = ["OPERAND_ALIGNMENT", "OutlineDispatchPass"]
+
+OPERAND_ALIGNMENT = 4
+"""Bytes to which operands are aligned at least: vectors are only loaded from local buffers."""
 
 _UNBOUNDED = 2**40
 """The size given to operands inside the executable, which addresses them by index tables alone."""
@@ -93,7 +97,11 @@ class OutlineDispatchPass(ModulePass):
             start, stop = (e.insert(arith.IndexCastOp(e.index(v), i64)) for v in (first, last))
         zero, size = e.index(0), e.index(_UNBOUNDED)
         operands = [
-            e.insert(hal.InterfaceBindingSubspanOp(layout, number, zero, [size], argument.type))
+            e.insert(
+                hal.InterfaceBindingSubspanOp(
+                    layout, number, zero, [size], argument.type, OPERAND_ALIGNMENT
+                )
+            )
             for number, argument in enumerate(_memrefs(function))
         ]
         old = function.body.block
@@ -157,12 +165,16 @@ class OutlineDispatchPass(ModulePass):
             attributes[2 + number] = DictionaryAttr(
                 {"iree.abi.output": IntegerAttr(result, IndexType())}
             )
-        return func.FuncOp(
+        host = func.FuncOp(
             name,
             ([a.type for a in block.args], [types[n] for n in written]),
             Region(block),
             arg_attrs=ArrayAttr(attributes),
         )
+        # the runtime reads from it which arrays it can share with the caller
+        alignment = StringAttr(str(OPERAND_ALIGNMENT))
+        host.attributes["iree.reflection"] = DictionaryAttr({"alignment": alignment})
+        return host
 
 
 def _memrefs(function: func.FuncOp) -> list[SSAValue]:

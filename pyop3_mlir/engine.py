@@ -1,0 +1,376 @@
+"""Running loops: a :class:`~pyop3_mlir.parloop.Parloop` compiled for a device and bound to its arrays.
+
+:func:`compile` chooses a schedule, lowers and compiles (or finds the module in the cache), plans the
+scatter, and returns a :class:`BoundLoop`, which runs in place each time it is called::
+
+    loop = engine.compile(parloop)
+    loop()               # all owned entities
+    loop(start, stop)    # a range of the iteration set
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import pyop3_mlir.kernels.program
+import pyop3_mlir.lowering
+from pyop3_mlir import planning
+from pyop3_mlir.autotune.candidates import DeviceTraits, legal_strategies
+from pyop3_mlir.autotune.choose import Choice, choose
+from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.kernels.program import LocalKernel
+from pyop3_mlir.lowering.build import reduction_name, segmented_arguments
+from pyop3_mlir.lowering.pipeline import lower
+from pyop3_mlir.lowering.schedule import Schedule
+from pyop3_mlir.options import Options
+from pyop3_mlir.parloop import Argument, Kind, LoopSpec, Parloop
+from pyop3_mlir.runtime.cache import Cache
+from pyop3_mlir.runtime.compile import compile_module
+from pyop3_mlir.runtime.devices import Device, get_device
+from pyop3_mlir.runtime.executable import BoundFunction, Executable, aligned_empty
+
+__all__ = ["BoundLoop", "compile", "choose_schedule", "executable_for", "impossible", "run"]
+
+log = logging.getLogger(__name__)
+
+_executables: dict[tuple[Any, ...], Executable] = {}
+
+
+@cache
+def _lowering_digest() -> str:
+    """Identifies the code that lowers loops: what an older version compiled must not be reused."""
+    digest = hashlib.sha256(version("xdsl").encode())
+    roots = [Path(p) for p in pyop3_mlir.lowering.__path__]
+    files = sorted(f for root in roots for f in root.rglob("*.py"))
+    for file in (Path(pyop3_mlir.kernels.program.__file__), *files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def executable_for(
+    kernel: LocalKernel, spec: LoopSpec, schedule: Schedule, device: Device
+) -> Executable:
+    """The compiled module of a loop, from memory, from the cache on disk, or new.
+
+    Parameters
+    ----------
+    kernel, spec
+        The loop, without data: one module serves every mesh.
+    schedule, device
+        How and where it is to run.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where the kernel cannot be lowered.
+    CompilationError
+        Where IREE refuses the module.
+    """
+    identity = (kernel.fingerprint(), spec, schedule, device.threads, device.target.fingerprint)
+    found = _executables.get(identity)
+    if found is None:
+        text = repr((*identity[:4], _lowering_digest()))
+        module = compile_module(
+            lambda: lower(kernel, spec, schedule, device.threads),
+            device,
+            cache=Cache.default("modules"),
+            key=hashlib.sha256(text.encode()).hexdigest(),
+            name=spec.name,
+        )
+        found = Executable(module, device, name=spec.name)
+        _executables[identity] = found
+    return found
+
+
+class BoundLoop:
+    """A loop that is compiled, planned and bound to its arrays.
+
+    Attributes
+    ----------
+    parloop
+        The loop.
+    schedule
+        How it runs.
+    reason
+        Why it runs so.
+    """
+
+    def __init__(
+        self, parloop: Parloop, schedule: Schedule, device: Device, reason: str = "given"
+    ) -> None:
+        if parloop.order_dependent:
+            # each entity has to see what the one before it stored
+            schedule = replace(schedule, width=1)
+        self.parloop = parloop
+        self.schedule = schedule
+        self.device = device
+        self.reason = reason
+        runners = {"in_order": _InOrder, "colour": _Colour, "segmented": _Segmented}
+        reason = impossible(parloop, schedule.strategy, device)
+        if reason is not None or schedule.batching != "blocked":
+            raise UnsupportedLoopError(
+                f"loop {parloop.name}: {schedule} is not available on {device}: "
+                f"{reason or 'there is no flat batching yet'}"
+            )
+        self._runner = runners[schedule.strategy](parloop, schedule, device)
+
+    def __call__(self, start: int = 0, stop: int | None = None) -> None:
+        """Run iterations ``[start, stop)``; all owned ones where not given.
+
+        Raises
+        ------
+        ValueError
+            Where the range is not within the iteration set.
+        """
+        iterations = self.parloop.iteration_set
+        if stop is None:
+            stop = iterations.owned
+            assert stop is not None
+        if not 0 <= start <= stop <= iterations.size:
+            raise ValueError(
+                f"loop {self.parloop.name}: iterations {start} to {stop} are not within "
+                f"{iterations.name}, which has {iterations.size}"
+            )
+        if start < stop:
+            self._runner.run(start, stop)
+
+
+class _InOrder:
+    """One dispatch over all cells."""
+
+    def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
+        executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
+        self._call = _bind(executable, parloop, parloop.iteration_set.entities)
+
+    def run(self, start: int, stop: int) -> None:
+        self._call(start, stop)
+
+
+class _Colour:
+    """One dispatch for each colour; cells of a colour share no target."""
+
+    def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
+        self._parloop, self._schedule, self._device = parloop, schedule, device
+        self._plans: dict[tuple[int, int], tuple[Any, list[int]]] = {}
+        self._plan(0, parloop.iteration_set.owned or 0)
+
+    def _plan(self, start: int, stop: int) -> tuple[Any, list[int]]:
+        if (start, stop) not in self._plans:
+            parloop = planning.order_free(self._parloop, stop, start)
+            colouring = planning.colour_loop(parloop, stop, start)
+            spec = replace(parloop.spec, entities=colouring.order.dtype.str)
+            executable = executable_for(parloop.kernel, spec, self._schedule, self._device)
+            call = _bind(executable, parloop, colouring.order)
+            self._plans[start, stop] = call, [int(offset) for offset in colouring.offsets]
+        return self._plans[start, stop]
+
+    def run(self, start: int, stop: int) -> None:
+        call, offsets = self._plan(start, stop)
+        for first, last in zip(offsets, offsets[1:], strict=False):
+            call(first, last)
+
+
+class _Segmented:
+    """One dispatch writes the contributions of each cell, another lets each target sum its own."""
+
+    def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
+        self._parloop = parloop
+        self._executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
+        self._numbers = segmented_arguments(parloop.spec)
+        iterations = parloop.iteration_set
+        self._contributions = [
+            _zeros(iterations.size * parloop.arguments[k].slots, parloop.arguments[k].buffer.dtype)
+            for k in self._numbers
+        ]
+        self._fill = _bind(self._executable, parloop, iterations.entities, self._contributions)
+        self._plans: dict[tuple[int, int], list[tuple[Any, int]]] = {}
+
+    def _plan(self, start: int, stop: int) -> list[tuple[Any, int]]:
+        calls = []
+        for k, contributions in zip(self._numbers, self._contributions, strict=True):
+            argument = self._parloop.arguments[k]
+            offsets, numbers = self._segments(argument, start, stop)
+            arrays = [offsets, numbers, contributions, argument.buffer.reshape(-1)]
+            call = self._executable.bind(reduction_name(k), arrays, constant=[0, 1])
+            calls.append((call, len(offsets) - 1))
+        return calls
+
+    def _segments(
+        self, argument: Argument, start: int, stop: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Offsets by target, and the contributions of each, as rows of ``components`` scalars."""
+        arity = 1 if argument.table is None else argument.table.arity
+        if stop * arity > np.iinfo(np.int32).max:
+            raise UnsupportedLoopError(
+                f"loop {self._parloop.name}, argument {argument.name}: more contributions than "
+                "int32 can number"
+            )
+        if argument.table is None:
+            # a global: one target, to which every iteration contributes
+            offsets, numbers = np.array([0, stop - start]), np.arange(start, stop)
+        else:
+            entities = self._parloop.iteration_set.entities
+            plan = planning.segments(argument.table, stop, entities, start)
+            offsets, numbers = plan.offsets, plan.contributions
+            if start:
+                numbers = numbers + start * arity
+        return offsets.astype(np.int32, copy=False), numbers.astype(np.int32, copy=False)
+
+    def run(self, start: int, stop: int) -> None:
+        key = (start, stop)
+        if key not in self._plans:
+            self._plans[key] = self._plan(start, stop)
+        self._fill(start, stop)
+        for call, targets in self._plans[key]:
+            call(0, targets)
+
+
+def _bind(
+    executable: Executable,
+    parloop: Parloop,
+    entities: npt.NDArray[np.int32] | None,
+    contributions: Sequence[npt.NDArray[Any]] = (),
+) -> BoundFunction:
+    """Bind ``@loop`` to a loop's arrays: entities, tables, buffers, contributions, all flat."""
+    tables = [] if entities is None else [entities]
+    tables += [table.values.reshape(-1) for table in parloop.tables]
+    buffers = [buffer.reshape(-1) for buffer in parloop.buffers]
+    constant = range(len(tables))
+    return executable.bind("loop", [*tables, *buffers, *contributions], constant)
+
+
+def _zeros(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A new array of zeros that devices on the host can use in place."""
+    array = aligned_empty(size, dtype)
+    array[...] = 0
+    return array
+
+
+def impossible(parloop: Parloop, strategy: str, device: Device) -> str | None:
+    """Why a strategy cannot run a loop on a device; None where it can."""
+    if strategy != "in_order" and parloop.order_dependent:
+        return "entities read what others wrote (RW): order matters"
+    reduces = any(a.access.writes and a.kind is Kind.GLOBAL for a in parloop.arguments)
+    if strategy == "colour" and reduces and device.threads != 1:
+        return "every entity contributes to a global, so each would need a colour of its own"
+    if strategy == "atomic":
+        return legal_strategies(parloop, DeviceTraits.of(device))["atomic"] or (
+            "there is no atomic scatter for this device yet"
+        )
+    return None
+
+
+def compile(  # noqa: A001
+    parloop: Parloop,
+    device: str | Device | None = None,
+    schedule: Schedule | None = None,
+    *,
+    options: Options | None = None,
+) -> BoundLoop:
+    """Compile a loop, plan its scatter and bind it to its arrays.
+
+    Parameters
+    ----------
+    parloop
+        The loop; its arrays are used in place where they are aligned to 64 bytes.
+    device
+        Where to run; the setting ``device`` where not given.
+    schedule
+        How to run; chosen (see :mod:`pyop3_mlir.autotune`) where not given.
+    options
+        Settings; looked up where not given.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where the loop cannot be lowered.
+    CompilationError
+        Where IREE refuses the module.
+    DeviceError
+        Where the device is not there.
+    """
+    options = options or Options.resolve()
+    if not isinstance(device, Device):
+        device = get_device(device or options.device)
+    if schedule is not None:
+        return BoundLoop(parloop, schedule, device)
+    choice = choose_schedule(parloop, device, options)
+    return BoundLoop(parloop, choice.schedule, device, choice.reason)
+
+
+def choose_schedule(parloop: Parloop, device: Device, options: Options) -> Choice:
+    """The schedule of a loop on a device, by the setting ``tune``."""
+    legal = legal_strategies(parloop, DeviceTraits.of(device))
+    strategies = [
+        name
+        for name, reason in legal.items()
+        if reason is None and impossible(parloop, name, device) is None
+    ]
+    scratch = _Scratch(parloop)
+    return choose(
+        parloop,
+        lambda schedule: scratch.runner(schedule, device),
+        options=options,
+        device=device,
+        strategies=strategies,
+        batchings=("blocked",),
+    )
+
+
+@dataclass
+class _Scratch:
+    """The loop on copies of what it writes, for measurements that leave the data as it was."""
+
+    parloop: Parloop
+
+    def __post_init__(self) -> None:
+        copies: dict[int, npt.NDArray[Any]] = {}
+        arguments: list[Argument] = []
+        for argument in self.parloop.arguments:
+            if argument.access.writes:
+                address = argument.buffer.ctypes.data
+                if address not in copies:
+                    copy = _zeros(argument.buffer.size, argument.buffer.dtype)
+                    copies[address] = copy.reshape(argument.buffer.shape)
+                argument = replace(argument, buffer=copies[address])
+            arguments.append(argument)
+        self.originals = [
+            b
+            for b in self.parloop.buffers
+            if b.ctypes.data in copies
+        ]
+        self.copies = [copies[b.ctypes.data] for b in self.originals]
+        self.loop = Parloop(
+            self.parloop.kernel, self.parloop.iteration_set, arguments, self.parloop.name
+        )
+
+    def runner(self, schedule: Schedule, device: Device) -> Callable[[], Sequence[npt.NDArray[Any]]]:
+        bound = BoundLoop(self.loop, schedule, device)
+        fresh = False
+
+        def run() -> Sequence[npt.NDArray[Any]]:
+            nonlocal fresh
+            if not fresh:
+                # the first run is compared with that of other schedules, later ones are only timed
+                for copy, original in zip(self.copies, self.originals, strict=True):
+                    copy[...] = original
+                fresh = True
+            bound()
+            return self.copies
+
+        return run
+
+
+def run(parloop: Parloop, device: str | None = None, schedule: Schedule | None = None) -> None:
+    """Compile a loop and run it once."""
+    compile(parloop, device, schedule)()
