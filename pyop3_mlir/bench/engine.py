@@ -112,7 +112,7 @@ def run_case(
     result = _result(loop, ours)
     expected = _reference(loop) if baseline is None else _result(loop, baseline)
     difference = float(np.abs(result - expected).max() / max(np.abs(expected).max(), 1e-300))
-    functions = [ours] if baseline is None else [ours, baseline]
+    functions: list[Callable[[], object]] = [ours] if baseline is None else [ours, baseline]
     seconds = interleave(functions, runs)
     ours_s, baseline_s = seconds[0], seconds[1] if baseline is not None else None
     values = (

@@ -130,7 +130,10 @@ class Mesh:
 
     @property
     def nodes(self) -> npt.NDArray[np.int32]:
-        """``int32[n, nodes of a cell]``, in FIAT's order of the basis functions."""
+        """``int32[n, nodes of a cell]``, in FIAT's order of the basis functions.
+
+        Nodes have numbers of their own, also those at vertices.
+        """
         return self._numbering[0]
 
     @property
