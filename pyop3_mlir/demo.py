@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pyop3_mlir.autotune.choose import Choice
+    from pyop3_mlir.autotune.tuner import Measurement, TuningResult
     from pyop3_mlir.engine import BoundLoop
 
 __all__ = ["DemoError", "Part", "bundled_mesh", "read_part", "run_demo"]
@@ -236,16 +237,39 @@ def _assemble(space: Mesh, rank: int, options: Options, console: Console) -> Ass
     choice = engine.choose_schedule(loop.parloop, device, options)
     bound = engine.BoundLoop(loop.parloop, choice.schedule, device, choice.reason)
     assembly = Assembly(loop, bound, choice)
+    console.print(f"[bold]{assembly.title}[/]: {choice.schedule}, {choice.reason}")
     if choice.result is not None:
-        shown = choice.result.table()
-        shown.title = f"{assembly.title}: schedules ({choice.reason})"
-        console.print(shown)
-    else:
-        console.print(f"{assembly.title}: {choice.schedule}, {choice.reason}")
+        console.print(_strategies(choice.result))
     (assembly.seconds,) = interleave([bound], 9)
     loop.output[...] = 0.0
     bound()
     return assembly
+
+
+def _strategies(result: TuningResult) -> Any:
+    """Tabulate the best schedule of each strategy; the bar charts show all of them."""
+    from rich.table import Table
+
+    timed: dict[str, list[Measurement]] = {}
+    for measurement in result.measurements:
+        if measurement.samples:
+            timed.setdefault(measurement.schedule.strategy, []).append(measurement)
+    fastest = min(m.seconds for group in timed.values() for m in group) if timed else 1.0
+    table = Table()
+    for name in ("strategy", "its best schedule", "median", "relative", "slowest", "measured"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for strategy, group in timed.items():
+        best, worst = group[0].seconds, max(m.seconds for m in group)
+        table.add_row(
+            strategy,
+            str(group[0].schedule).partition("/")[2],
+            f"{best * 1e3:.3f} ms",
+            f"{best / fastest:.2f}",
+            f"{worst * 1e3:.3f} ms",
+            str(len(group)),
+            style="bold" if strategy == result.best.strategy else "",
+        )
+    return table
 
 
 def _verify(pair: list[Assembly], results: dict[str, float]) -> None:

@@ -135,7 +135,7 @@ def paint_field(
     from matplotlib.colors import Normalize
 
     figure, axes = _figure(title, notes)
-    scale = ScalarMappable(Normalize(values.min(), values.max()), mpl.colormaps["plasma"])
+    scale = ScalarMappable(Normalize(values.min(), values.max()), mpl.colormaps["coolwarm"])
     view.paint(axes, np.asarray(scale.to_rgba(values)))
     bar = figure.colorbar(scale, ax=axes, shrink=0.75, pad=0.02, aspect=28)
     bar.set_label(label)
@@ -148,37 +148,34 @@ def paint_classes(
 ) -> None:
     """Write a picture of a surface whose triangles belong to ``count`` classes (colours).
 
-    Parameters are those of :func:`paint_field`; ``classes`` is ``[t]``, 0 to ``count - 1``.
+    All classes on the left, three of them alone on the right. Parameters are those of
+    :func:`paint_field`; ``classes`` is ``[t]``, 0 to ``count - 1``.
     """
     import matplotlib as mpl
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import BoundaryNorm, ListedColormap
 
-    figure, axes = _figure(title, notes)
+    figure, (left, right) = _figure(title, notes, panels=2)
     # neighbouring numbers get hues that lie far apart
-    hues = (np.arange(count) * 0.61803398875) % 1.0
-    lightness = np.where(np.arange(count) % 2, 0.95, 0.75)
-    hsv = np.column_stack([hues, np.full(count, 0.62), lightness])
+    numbers = np.arange(count)
+    lightness = np.where(numbers % 2, 0.97, 0.8)
+    hsv = np.column_stack([(numbers * 0.61803398875) % 1.0, np.full(count, 0.55), lightness])
     palette = mpl.colors.hsv_to_rgb(hsv)
-    view.paint(axes, palette[classes], edges="#303030")
-    scale = ScalarMappable(BoundaryNorm(np.arange(count + 1) - 0.5, count), ListedColormap(palette))
-    step = max(1, count // 12)
-    bar = figure.colorbar(
-        scale, ax=axes, shrink=0.75, pad=0.02, aspect=28, ticks=np.arange(0, count, step)
-    )
-    bar.set_label("colour")
-    bar.outline.set_linewidth(0.4)
+    view.paint(left, palette[classes], edges="#303030")
+    few = np.full((count, 3), 0.93)
+    few[:3] = [mpl.colors.to_rgb(name) for name in ("#d55e00", "#0072b2", "#009e73")][:count]
+    view.paint(right, few[classes], edges="#a0a0a0")
+    left.set_title(f"all {count} colours", fontsize=11)
+    right.set_title("three of them" if count > 3 else "the same", fontsize=11)
     figure.savefig(path, dpi=170)
 
 
-def _figure(title: str, notes: Sequence[str]) -> tuple[Any, Any]:
+def _figure(title: str, notes: Sequence[str], panels: int = 1) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.6, 6.6), layout="constrained")
+    figure = Figure(figsize=(8.6, 6.6) if panels == 1 else (13.0, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=13)
+    axes = figure.subplots(1, panels)
+    figure.suptitle(title, fontsize=14)
     if notes:
-        figure.supxlabel("\n".join(notes), fontsize=9, color="#404040")
+        figure.supxlabel("\n".join(notes), fontsize=10, color="#404040")
     return figure, axes
