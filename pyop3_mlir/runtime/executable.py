@@ -8,6 +8,7 @@ prepares a call once, :class:`BoundFunction` repeats it: on ``cpu`` that costs a
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import threading
 from collections.abc import Collection, Sequence
@@ -132,11 +133,14 @@ class Buffer:
         array, device = self.array, self.device
         allocator = device.hal.allocator
         if array.nbytes == 0:
-            # there is nothing to share, but IREE wants some memory behind the view
+            # There is nothing to share, but IREE wants some memory behind the view. GPUs refuse
+            # empty buffers altogether: they are given a row that no iteration visits.
             self.zero_copy = True
+            shape = array.shape if device.is_host else tuple(max(size, 1) for size in array.shape)
+            size = max(math.prod(shape) * array.itemsize, ALIGNMENT)
             kind = _HOST_MEMORY if device.is_host else iree.MemoryType.DEVICE_LOCAL
-            memory = allocator.allocate_buffer(kind, iree.BufferUsage.DEFAULT, ALIGNMENT)
-            return iree.HalBufferView(memory, array.shape, element)
+            memory = allocator.allocate_buffer(kind, iree.BufferUsage.DEFAULT, size)
+            return iree.HalBufferView(memory, shape, element)
         if device.is_host:
             if _address(array) % alignment == 0:
                 self.zero_copy = True

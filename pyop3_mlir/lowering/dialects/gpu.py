@@ -24,7 +24,7 @@ from xdsl.printer import Printer
 from xdsl.traits import Pure
 from xdsl.utils.exceptions import VerifyException
 
-__all__ = ["GPU", "BarrierOp", "DimensionAttr", "ThreadIdOp"]
+__all__ = ["GPU", "DimensionAttr", "ThreadIdOp"]
 
 
 @irdl_attr_definition
@@ -70,13 +70,4 @@ class ThreadIdOp(IRDLOperation):
         )
 
 
-@irdl_op_definition
-class BarrierOp(IRDLOperation):
-    """``gpu.barrier``: waits for all threads of the workgroup."""
-
-    name = "gpu.barrier"
-
-    assembly_format = "attr-dict"
-
-
-GPU = Dialect("gpu", [BarrierOp, ThreadIdOp], [DimensionAttr])
+GPU = Dialect("gpu", [ThreadIdOp], [DimensionAttr])
