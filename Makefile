@@ -6,6 +6,7 @@
 #   make lint       ruff and mypy
 #   make format     let ruff rewrite the sources
 #   make bench      the engine against the same loops in C (needs gcc)
+#   make docs       the pages in docs/ as HTML, in site/
 #   make clean      remove what was built, .venv included
 #
 # Variables: PYTHON (3.11 or later, makes .venv), PYTEST_ARGS.
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c ci/co
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-core test-firedrake lint format bench clean
+.PHONY: help demo test test-core test-firedrake lint format bench docs clean
 
 help:
 	@sed -n '/^# *make /s/^# *//p' Makefile
@@ -67,6 +68,9 @@ format: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m pyop3_mlir bench engine
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -88,6 +88,25 @@ def _common(
     configure_logging(Options.resolve())
 
 
+@app.command()
+def demo(
+    mesh: Annotated[
+        Path | None, typer.Option(help="Tetrahedra in a format that meshio reads.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Directory for the pictures.")] = Path("demo-output"),
+    device: Device = None,
+    budget: Annotated[float, typer.Option(help="Seconds for tuning each of the four loops.")] = 8.0,
+    hot: Annotated[str, typer.Option(help="Surface that is held at 80 degrees.")] = "bearing",
+    cold: Annotated[str, typer.Option(help="Surface that is held at 20 degrees.")] = "bolts",
+) -> None:
+    """Solve heat conduction on a mechanical part: assemble, tune, check, solve, draw."""
+    from pyop3_mlir.demo import run_demo
+
+    run_demo(
+        mesh, output, device=device, tune_budget=budget, hot=hot, cold=cold, console=_console()
+    )
+
+
 @bench_app.command("engine")
 def bench_engine(
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
