@@ -31,7 +31,7 @@ from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.build import reduction_name, segmented_arguments
 from pyop3_mlir.lowering.pipeline import lower
-from pyop3_mlir.lowering.schedule import Schedule
+from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import Argument, Kind, LoopSpec, Parloop
 from pyop3_mlir.runtime.cache import Cache
@@ -117,10 +117,11 @@ class BoundLoop:
         self.reason = reason
         runners = {"in_order": _InOrder, "colour": _Colour, "segmented": _Segmented}
         reason = impossible(parloop, schedule.strategy, device)
-        if reason is not None or schedule.batching != "blocked":
+        if reason is None and schedule.batching == "flat" and parloop.order_dependent:
+            reason = "entities read what others wrote (RW), so they cannot all be gathered first"
+        if reason is not None:
             raise UnsupportedLoopError(
-                f"loop {parloop.name}: {schedule} is not available on {device}: "
-                f"{reason or 'there is no flat batching yet'}"
+                f"loop {parloop.name}: {schedule} is not available on {device}: {reason}"
             )
         self._runner = runners[schedule.strategy](parloop, schedule, device)
 
@@ -323,7 +324,7 @@ def choose_schedule(parloop: Parloop, device: Device, options: Options) -> Choic
         options=options,
         device=device,
         strategies=strategies,
-        batchings=("blocked",),
+        batchings=("blocked",) if parloop.order_dependent else BATCHINGS,
     )
 
 

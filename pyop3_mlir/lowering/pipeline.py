@@ -4,13 +4,15 @@
 stage                 made by                                         dialects
 ====================  ==============================================  ==========================
 ``tensor``            :func:`~pyop3_mlir.lowering.build.build_module`  linalg, tensor, scf, arith
-``block-cells``       :class:`BlockCellsPass`                         the same, static shapes
+``block-cells``       :class:`BlockCellsPass` (blocked)               the same, static shapes
+``outline-scatter``   :class:`OutlineScatterPass` (flat)              the same, two functions
 ``bufferise``         :class:`BufferisePass`                          linalg, memref, scf, arith
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
 
-Everything before ``outline-dispatch`` is upstream MLIR.
+Everything before ``outline-dispatch`` is upstream MLIR. With flat batching only the scatter takes the
+way through memrefs; the rest stays on tensors, and IREE makes its own dispatches of it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pyop3_mlir.lowering.dialects import iree_context, print_module
 from pyop3_mlir.lowering.passes.block_cells import BlockCellsPass
 from pyop3_mlir.lowering.passes.bufferise import BufferisePass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
+from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.vectorise import VectorisePass
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.parloop import LoopSpec
@@ -48,8 +51,11 @@ def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
         CPU threads that share the work; ``in_order`` uses one whatever there are.
     """
     shared = threads > 1 and schedule.strategy != "in_order"
+    batching: ModulePass = (
+        BlockCellsPass(schedule.width) if schedule.batching == "blocked" else OutlineScatterPass()
+    )
     return [
-        BlockCellsPass(schedule.width),
+        batching,
         BufferisePass(),
         VectorisePass(schedule.tile, schedule.unroll),
         OutlineDispatchPass(chunk=CHUNK if shared else 0),

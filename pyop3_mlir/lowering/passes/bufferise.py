@@ -46,8 +46,13 @@ class BufferisePass(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         """Rewrite every function in place."""
         for function in list(op.ops):
-            if isinstance(function, func.FuncOp):
+            # a function that calls another one runs on the host side, where tensors stay
+            if isinstance(function, func.FuncOp) and not _calls(function):
                 _Bufferiser(op, function).run()
+
+
+def _calls(function: func.FuncOp) -> bool:
+    return any(isinstance(op, func.CallOp) for op in function.walk())
 
 
 def _memref(type: Attribute) -> Attribute:
@@ -77,7 +82,12 @@ class _Bufferiser:
         for op in list(work.ops):
             op.detach()
             entry.add_op(op)
-        new = func.FuncOp(self.function.sym_name.data, (types, []), Region(entry))
+        new = func.FuncOp(
+            self.function.sym_name.data,
+            (types, []),
+            Region(entry),
+            visibility=self.function.sym_visibility,
+        )
         block = self.module.body.block
         block.insert_op_before(new, self.function)
         self.function.detach()

@@ -38,9 +38,10 @@ _UNBOUNDED = 2**40
 class OutlineDispatchPass(ModulePass):
     """Move every function on memrefs into a ``hal.executable.source``.
 
-    Needs what ``vectorise`` leaves: functions ``(start: i64, stop: i64, memrefs...) -> ()`` whose first
-    operation casts ``start``, and globals. Leaves a function of the same name on tensors that calls the
-    executable, with the changed operands tied to its results, so that the caller's memory is updated.
+    Needs what ``vectorise`` leaves: functions ``(start: i64, stop: i64, memrefs...) -> ()``, and
+    globals. A third integer stands for ``start`` as it was before the iterations were shared out among
+    workgroups. Leaves a function of the same name on tensors that calls the executable, with the
+    changed operands tied to its results, so that the caller's memory is updated.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class OutlineDispatchPass(ModulePass):
         """Rewrite the module in place."""
         block = op.body.block
         tables = [o for o in block.ops if isinstance(o, memref.GlobalOp)]
-        functions = [o for o in block.ops if isinstance(o, func.FuncOp)]
+        functions = [o for o in block.ops if isinstance(o, func.FuncOp) and _memrefs(o)]
         for function in functions:
             block.insert_op_before(self._host(function), function)
         for old in (*tables, *functions):
@@ -86,7 +87,11 @@ class OutlineDispatchPass(ModulePass):
         layout = self._layout(function)
         block = Block()
         e = Emitter(block)
+        old = function.body.block
         start, stop = (_load_i64(e, layout, number) for number in (0, 2))
+        # arrays of more dimensions hold one entry for each iteration
+        count = e.index(e.sub(e.to_index(stop), e.to_index(start)))
+        origin = [start] * (len(old.args) - len(_memrefs(function)) - 2)
         if self.chunk:
             group: IndexLike = e.insert(hal.InterfaceWorkgroupIDOp(0))
             if self.threads:
@@ -99,13 +104,17 @@ class OutlineDispatchPass(ModulePass):
         operands = [
             e.insert(
                 hal.InterfaceBindingSubspanOp(
-                    layout, number, zero, [size], argument.type, OPERAND_ALIGNMENT
+                    layout,
+                    number,
+                    zero,
+                    [size if argument.type.get_num_dims() == 1 else count],  # type: ignore[attr-defined]
+                    argument.type,
+                    OPERAND_ALIGNMENT,
                 )
             )
             for number, argument in enumerate(_memrefs(function))
         ]
-        old = function.body.block
-        for argument, value in zip(old.args, (start, stop, *operands), strict=True):
+        for argument, value in zip(old.args, (start, stop, *origin, *operands), strict=True):
             argument.replace_all_uses_with(value)
         for op in list(old.ops):
             op.detach()
@@ -142,12 +151,15 @@ class OutlineDispatchPass(ModulePass):
             TensorType(a.type.element_type, a.type.get_shape())  # type: ignore[attr-defined]
             for a in arguments
         ]
-        block = Block(arg_types=[i64, i64, *types])
+        scalars = len(function.body.block.args) - len(arguments)
+        block = Block(arg_types=[*[i64] * scalars, *types])
         e = Emitter(block)
         start, stop = block.args[:2]
-        tensors = block.args[2:]
-        zero = e.index(0)
-        dims = [e.insert(tensor.DimOp(t, zero)) for t in tensors]
+        tensors = block.args[scalars:]
+        dims = [
+            e.insert(tensor.DimOp(t, e.index(t.type.get_num_dims() - 1)))  # type: ignore[attr-defined]
+            for t in tensors
+        ]
         count = e.to_index(e.insert(arith.SubiOp(stop, start)))
         constants = [half for value in (start, stop) for half in _split_i64(e, value)]
         dispatch = flow.DispatchOp(
@@ -161,16 +173,21 @@ class OutlineDispatchPass(ModulePass):
         e.builder.insert(dispatch)
         e.insert(func.ReturnOp(*dispatch.outputs))
         attributes: list[DictionaryAttr] = [DictionaryAttr({}) for _ in block.args]
+        private = function.sym_visibility is not None
         for result, number in enumerate(written):
-            attributes[2 + number] = DictionaryAttr(
-                {"iree.abi.output": IntegerAttr(result, IndexType())}
-            )
+            if not private:
+                attributes[scalars + number] = DictionaryAttr(
+                    {"iree.abi.output": IntegerAttr(result, IndexType())}
+                )
         host = func.FuncOp(
             name,
             ([a.type for a in block.args], [types[n] for n in written]),
             Region(block),
+            visibility=function.sym_visibility,
             arg_attrs=ArrayAttr(attributes),
         )
+        if private:
+            return host
         # the runtime reads from it which arrays it can share with the caller
         alignment = StringAttr(str(OPERAND_ALIGNMENT))
         host.attributes["iree.reflection"] = DictionaryAttr({"alignment": alignment})

@@ -66,13 +66,17 @@ class VectorisePass(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         """Rewrite every function in place."""
         for function in op.ops:
-            if isinstance(function, func.FuncOp):
+            if isinstance(function, func.FuncOp) and _on_memrefs(function):
                 for inner in list(function.walk()):
                     if isinstance(inner, GenericOp):
                         _Nest(inner, self.tile, self.unroll).lower()
                 for inner in list(function.walk()):
                     if isinstance(inner, FillOp):
                         _fill(inner)
+
+
+def _on_memrefs(function: func.FuncOp) -> bool:
+    return any(isinstance(a.type, MemRefType) for a in function.body.block.args)
 
 
 @dataclass(frozen=True)
