@@ -345,17 +345,15 @@ class _Scratch:
                     copies[address] = copy.reshape(argument.buffer.shape)
                 argument = replace(argument, buffer=copies[address])
             arguments.append(argument)
-        self.originals = [
-            b
-            for b in self.parloop.buffers
-            if b.ctypes.data in copies
-        ]
+        self.originals = [b for b in self.parloop.buffers if b.ctypes.data in copies]
         self.copies = [copies[b.ctypes.data] for b in self.originals]
         self.loop = Parloop(
             self.parloop.kernel, self.parloop.iteration_set, arguments, self.parloop.name
         )
 
-    def runner(self, schedule: Schedule, device: Device) -> Callable[[], Sequence[npt.NDArray[Any]]]:
+    def runner(
+        self, schedule: Schedule, device: Device
+    ) -> Callable[[], Sequence[npt.NDArray[Any]]]:
         bound = BoundLoop(self.loop, schedule, device)
         fresh = False
 

@@ -209,9 +209,7 @@ class _Builder:
 
     def _empty(self, shape: Sequence[int], element: Attribute, varying: bool) -> SSAValue:
         return self.e.insert(
-            tensor.EmptyOp(
-                [self.count] if varying else [], self._type(shape, element, varying)
-            )
+            tensor.EmptyOp([self.count] if varying else [], self._type(shape, element, varying))
         )
 
     def _generic(
@@ -431,9 +429,7 @@ class _Builder:
                 if output.argument in stored:
                     target = self.contributions[stored[output.argument]]
                     row = e.add(k, self.start)
-                    whole = pieces.count(output.argument) == 1 and _covers(
-                        outputs, output.argument
-                    )
+                    whole = pieces.count(output.argument) == 1 and _covers(outputs, output.argument)
                     spec = _contribution_spec(spec, whole)
                 state[target] = self._piece(e, output, spec, k, row, state[target])
             return [state[value] for value in carried]
@@ -445,7 +441,9 @@ class _Builder:
     def _clear(self, e: Emitter, buffer: SSAValue, row: IndexLike, slots: int) -> SSAValue:
         """Zero the contributions of one iteration."""
         element = buffer.type.element_type  # type: ignore[attr-defined]
-        zero = e.constant(np.zeros((), np.complex128)[()] if isinstance(element, ComplexType) else 0, element)
+        zero = e.constant(
+            np.zeros((), np.complex128)[()] if isinstance(element, ComplexType) else 0, element
+        )
 
         def body(e: Emitter, i: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
             at = e.index(e.add(e.mul(row, slots), i))
@@ -474,7 +472,9 @@ class _Builder:
                 row = self._row(e, spec, cell, layout.row(e, indices))
             if level == len(layout.extents):
                 assert row is not None
-                at = e.add(e.mul(row, spec.stride), e.add(layout.component(e, indices), spec.offset))
+                at = e.add(
+                    e.mul(row, spec.stride), e.add(layout.component(e, indices), spec.offset)
+                )
                 where = [e.index(i) for i in layout.value_indices(e, indices)]
                 if varying:
                     where.append(k)
@@ -487,16 +487,12 @@ class _Builder:
                 if not spec.negative:
                     return store(e)
                 inside = e.insert(arith.CmpiOp(e.index(row), e.index(0), "sge"))
-                (result,) = e.if_else(
-                    inside, [y.type], lambda inner: [store(inner)], lambda _: [y]
-                )
+                (result,) = e.if_else(inside, [y.type], lambda inner: [store(inner)], lambda _: [y])
                 return result
             if layout.extents[level] == 1:
                 return nest(e, level + 1, [*indices, 0], row, y)
 
-            def loop(
-                inner: Emitter, i: SSAValue, args: tuple[SSAValue, ...]
-            ) -> Sequence[SSAValue]:
+            def loop(inner: Emitter, i: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
                 return [nest(inner, level + 1, [*indices, i], row, args[0])]
 
             return e.for_loop(0, layout.extents[level], 1, [y], loop)[0]
@@ -541,9 +537,7 @@ def _reduction(number: int, spec: ArgumentSpec) -> func.FuncOp:
         first = e.to_index(e.insert(tensor.ExtractOp(offsets, [t], i32)))
         last = e.to_index(e.insert(tensor.ExtractOp(offsets, [e.index(e.add(t, 1))], i32)))
 
-        def component(
-            e: Emitter, c: SSAValue, args: tuple[SSAValue, ...]
-        ) -> Sequence[SSAValue]:
+        def component(e: Emitter, c: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
             at = e.index(e.add(e.mul(t, spec.stride), e.add(c, spec.offset)))
             old = load_cast(e, e.insert(tensor.ExtractOp(args[0], [at], element)), dtype)
 
@@ -741,5 +735,3 @@ def _affine(values: np.ndarray[Any, Any], extents: Sequence[int]) -> tuple[int, 
         (c * g for c, g in zip(coefficients, grid, strict=True)), np.zeros(extents, int)
     )
     return (constant, coefficients) if np.array_equal(predicted, values) else None
-
-

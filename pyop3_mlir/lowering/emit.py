@@ -337,9 +337,7 @@ def _integer_power(e: Emitter, base: SSAValue, exponent: int) -> SSAValue:
     square, left = base, abs(exponent)
     while left:
         if left & 1:
-            result = (
-                square if result is None else e.insert(arith.MulfOp(result, square, CONTRACT))
-            )
+            result = square if result is None else e.insert(arith.MulfOp(result, square, CONTRACT))
         left >>= 1
         if left:
             square = e.insert(arith.MulfOp(square, square, CONTRACT))
@@ -409,9 +407,7 @@ def _integer(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
     if name == "rem":
         # Python's and GEM's remainder has the sign of the divisor
         quotient = e.insert(arith.FloorDivSIOp(*operands))
-        return e.insert(
-            arith.SubiOp(operands[0], e.insert(arith.MuliOp(quotient, operands[1])))
-        )
+        return e.insert(arith.SubiOp(operands[0], e.insert(arith.MuliOp(quotient, operands[1]))))
     if name == "neg":
         return e.insert(arith.SubiOp(e.constant(0, type), operands[0]))
     if name == "abs":

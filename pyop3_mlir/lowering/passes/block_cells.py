@@ -91,8 +91,6 @@ def _block(function: func.FuncOp, width: int) -> None:
         op.erase()
 
 
-
-
 def _static(type: Attribute, width: int) -> Attribute:
     """The type with the number of cells replaced by the width of a block."""
     assert isinstance(type, TensorType)

@@ -188,9 +188,7 @@ class _Bufferiser:
         kept: list[Any] = []
         block = Block(arg_types=[old.args[0].type])
         self.values[old.args[0]] = block.args[0]
-        for argument, initial, result in zip(
-            old.args[1:], op.iter_args, op.results, strict=True
-        ):
+        for argument, initial, result in zip(old.args[1:], op.iter_args, op.results, strict=True):
             if isinstance(argument.type, TensorType):
                 self.values[argument] = self.values[result] = self.value(initial)
             else:

@@ -66,7 +66,11 @@ class OutlineDispatchPass(ModulePass):
         for old in (*tables, *functions):
             old.detach()
         for function in functions:
-            used = {o.name_.root_reference.data for o in function.walk() if isinstance(o, memref.GetGlobalOp)}
+            used = {
+                o.name_.root_reference.data
+                for o in function.walk()
+                if isinstance(o, memref.GetGlobalOp)
+            }
             mine = [t.clone() for t in tables if t.sym_name.data in used]
             first = block.first_op
             assert first is not None
@@ -121,9 +125,7 @@ class OutlineDispatchPass(ModulePass):
             block.add_op(op)
         kernel = func.FuncOp(name, ([], []), Region(block))
         kernel.attributes["translation_info"] = (
-            codegen.TranslationInfoAttr(
-                codegen.GPUPipelineAttr("Distribute"), [self.threads, 1, 1]
-            )
+            codegen.TranslationInfoAttr(codegen.GPUPipelineAttr("Distribute"), [self.threads, 1, 1])
             if self.threads
             else codegen.TranslationInfoAttr(codegen.CPUPipelineAttr("Default"))
         )
@@ -200,7 +202,9 @@ def _memrefs(function: func.FuncOp) -> list[SSAValue]:
 
 def _written(function: func.FuncOp) -> set[SSAValue]:
     """The operands that the function stores into."""
-    stores = (o.memref for o in function.walk() if isinstance(o, memref.StoreOp | memref.AtomicRMWOp))
+    stores = (
+        o.memref for o in function.walk() if isinstance(o, memref.StoreOp | memref.AtomicRMWOp)
+    )
     return set(stores) & set(_memrefs(function))
 
 

@@ -58,7 +58,9 @@ def _outline(function: func.FuncOp) -> func.FuncOp | None:
     start, stop = block.args[:2]
 
     inside = set(loop.body.block.args) | {r for o in loop.walk() for r in o.results}
-    inside |= {a for o in loop.walk() for region in o.regions for b in region.blocks for a in b.args}
+    inside |= {
+        a for o in loop.walk() for region in o.regions for b in region.blocks for a in b.args
+    }
     captured: list[SSAValue] = []
     constants: list[arith.ConstantOp] = []
     for inner in loop.walk():

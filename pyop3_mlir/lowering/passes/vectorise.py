@@ -242,9 +242,7 @@ class _Nest:
             self._rows(e, points)
         else:
 
-            def body(
-                inner: Emitter, lane: SSAValue, _: tuple[SSAValue, ...]
-            ) -> Sequence[SSAValue]:
+            def body(inner: Emitter, lane: SSAValue, _: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
                 self.lane = lane
                 self._rows(inner, points)
                 return ()
@@ -297,7 +295,10 @@ class _Nest:
             for number, point in enumerate(points):
                 accumulators = [self._wrap(v) for v in state[number * n : (number + 1) * n]]
                 results = self._body(inner, {**point, **indices}, accumulators)
-                new += [self._accumulator(inner, r, a) for r, a in zip(results, state[number * n :], strict=False)]
+                new += [
+                    self._accumulator(inner, r, a)
+                    for r, a in zip(results, state[number * n :], strict=False)
+                ]
             return new
 
         def nest(
@@ -311,9 +312,7 @@ class _Nest:
                 total *= self.extents[d]
             if total <= self.unroll:
                 for point in _points([self.extents[d] for d in left]):
-                    state = step(
-                        inner, state, {**indices, **dict(zip(left, point, strict=True))}
-                    )
+                    state = step(inner, state, {**indices, **dict(zip(left, point, strict=True))})
                 return state
             d, rest = left[0], left[1:]
             extent = self.extents[d]
@@ -504,5 +503,3 @@ def _points(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for first in range(extents[0]):
         for rest in _points(extents[1:]):
             yield (first, *rest)
-
-
