@@ -187,7 +187,7 @@ class Algebra:
         rest = {t: f for t, f in terms.items() if f % divisor}
         left = self.index(rest, constant % divisor)
         low, high = self.bounds(left)
-        if 0 <= low and high < divisor:
+        if low >= 0 and high < divisor:
             return self.index(whole, constant // divisor), left
         # the parts that are multiples of the divisor do not change the remainder
         number = Scalar(divisor, INDEX)
@@ -310,7 +310,7 @@ class Algebra:
             if kind.kind != "c" and np.iscomplexobj(value):
                 value = value.real
             return Scalar(value, kind)
-        if kind == bool:
+        if kind.kind == "b":
             return Op("ne", expression, Scalar(0, expression.dtype))
         return Op("cast", expression, dtype=kind)
 
@@ -365,7 +365,7 @@ class Algebra:
 
 
 def _negated(expression: Expr) -> Expr | None:
-    """x where ``expression`` is -x."""
+    """X where ``expression`` is -x."""
     if isinstance(expression, Op) and expression.name == "neg" and expression.dtype.kind in "fc":
         return expression.children[0]
     return None

@@ -1,10 +1,10 @@
 """Import local kernels written in loopy.
 
-A loopy kernel is a list of instructions under loops, with temporaries that are overwritten again and
-again. What is wanted is a functional program over whole tensors. The kernel is therefore *executed
-symbolically*: the value of each array is a chain of updates, an update being a set of subscripts over
-dimensions and the expression stored there. A loop is executed once, for a generic iteration, and what
-its body did to each array is then widened to all iterations:
+A loopy kernel is a list of instructions under loops, with temporaries that are overwritten again
+and again. What is wanted is a functional program over whole tensors. The kernel is therefore
+*executed symbolically*: the value of each array is a chain of updates, an update being a set of
+subscripts over dimensions and the expression stored there. A loop is executed once, for a generic
+iteration, and what its body did to each array is then widened to all iterations:
 
 * subscripts that differ from one iteration to the next: the update gains a dimension;
 * ``A[s] = A[s] + e`` with the same ``s`` in each iteration: a sum over the loop;
@@ -33,9 +33,9 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.algebra import Algebra
+from pyop3_mlir.kernels.assemble import Builder, Piece
 from pyop3_mlir.kernels.program import (
     INDEX,
-    Compute,
     Dim,
     Expr,
     IndexOf,
@@ -43,14 +43,14 @@ from pyop3_mlir.kernels.program import (
     Load,
     LocalKernel,
     Op,
-    Output,
     Scalar,
     Source,
     Table,
     Temporary,
+    postorder,
 )
 
-__all__ = ["Intent", "UNROLL_LIMIT", "import_loopy"]
+__all__ = ["UNROLL_LIMIT", "Intent", "import_loopy"]
 
 UNROLL_LIMIT = 50_000
 """Instructions that may be executed symbolically before a kernel counts as too large to unroll."""
@@ -146,32 +146,30 @@ def _extents(kernel: Any, where: str) -> dict[str, tuple[int, int]]:
 
     found: dict[str, tuple[int, int]] = {}
     for domain in kernel.domains:
+        if isinstance(domain, isl.BasicSet):
+            domain = domain.to_set()
         count = domain.dim(isl.dim_type.set)
-        box = None
+        size = 1
         for position in range(count):
             iname = domain.get_dim_name(isl.dim_type.set, position)
-            low, high = (
-                _constant(bound(position), isl) for bound in (domain.dim_min, domain.dim_max)
-            )
+            low, high = (_constant(bound(position)) for bound in (domain.dim_min, domain.dim_max))
             if low is None or high is None:
                 raise UnsupportedLoopError(f"{where}: loop {iname} has no constant bounds")
             found[iname] = (low, high - low + 1)
-            if count > 1:
-                box = box or isl.BasicSet.universe(domain.space)
-                for value, kind, sign in ((-low, "lower", 1), (high, "upper", -1)):
-                    constraint = isl.Constraint.alloc_inequality(isl.LocalSpace(domain.space))
-                    constraint = constraint.set_coefficient_val(isl.dim_type.set, position, sign)
-                    box = box.add_constraint(constraint.set_constant_val(value))
-                    del kind
-        if box is not None and not (
-            box.is_subset(domain) if hasattr(box, "is_subset") else box.is_equal(domain)
-        ):
-            raise UnsupportedLoopError(f"{where}: the bounds of its loops depend on each other")
+            size *= max(high - low + 1, 0)
+        if count > 1 and size:
+            box = isl.Set.universe(domain.space)
+            for position in range(count):
+                low, extent = found[domain.get_dim_name(isl.dim_type.set, position)]
+                box = box.lower_bound_val(isl.dim_type.set, position, low)
+                box = box.upper_bound_val(isl.dim_type.set, position, low + extent - 1)
+            if not box.is_equal(domain):
+                raise UnsupportedLoopError(f"{where}: the bounds of its loops depend on each other")
     return found
 
 
-def _constant(expression: Any, isl: Any) -> int | None:
-    pieces = expression.get_pieces()
+def _constant(bound: Any) -> int | None:
+    pieces = bound.get_pieces()
     if len(pieces) != 1 or not pieces[0][1].is_cst():
         return None
     return int(pieces[0][1].get_constant_val().to_python())
@@ -360,7 +358,6 @@ class _Frame:
     kernel: Any
     variables: dict[str, _View]
     inames: dict[str, Expr]
-    locals: frozenset[str]
     where: str
 
 
@@ -372,11 +369,11 @@ class _Definition:
     body: Expr
 
 
-class _Sequential(Exception):
+class _SequentialError(Exception):
     """The iterations of a loop depend on each other."""
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """Whether two subscripts coincide cannot be told."""
 
 
@@ -409,6 +406,7 @@ class _Importer:
         self.arrays: dict[str, _Array] = {}
         self.state: dict[str, _Value] = {}
         self.definitions: list[_Definition] = []
+        self.sums: dict[Source, _Definition] = {}
         self.dims: list[Dim] = []
         self.scopes: list[_Scope] = []
         self.owner: object = object()
@@ -455,14 +453,13 @@ class _Importer:
         if next(remaining, None) is not None:
             raise UnsupportedLoopError(f"{where}: more intents than array arguments")
         self.call(kernel, variables, where, prefix="")
-        pieces = [
-            piece
-            for argument, intent in outputs
-            for piece in (
-                self.increments(argument) if intent is Intent.INC else self.replacement(argument)
-            )
-        ]
-        return self.finish(name, arguments, pieces)
+        pieces: list[_Piece] = []
+        whole: set[Source] = set()
+        for argument, intent in outputs:
+            pieces += self.pieces(argument)
+            if intent is not Intent.INC:
+                whole.add(argument)
+        return self.finish(name, arguments, pieces, whole)
 
     # -----------------------------------------------------------------------------------------
     # kernels and instructions
@@ -493,8 +490,12 @@ class _Importer:
         found = self.trees.get(id(kernel))
         if found is None:
             found = self.trees[id(kernel)] = (kernel, _tree(kernel, where))
-        frame = _Frame(kernel, variables, {}, frozenset(local), where)
+        frame = _Frame(kernel, variables, {}, where)
+        outside = list(self.guarded)
+        # what only this activation sees need not keep its value where a predicate is false
+        self.guarded = [exempt | frozenset(local) for exempt in outside]
         self.execute(found[1], frame)
+        self.guarded = outside
 
     def execute(self, nodes: Iterable[_Loop | _Instruction], frame: _Frame) -> None:
         for node in nodes:
@@ -600,10 +601,17 @@ class _Importer:
                 raise UnsupportedLoopError(
                     f"{frame.where}: where {name} is stored depends on data (axis {axis})"
                 )
-            if not (0 <= low and high < extent):
+            if not (low >= 0 and high < extent):
                 raise UnsupportedLoopError(
                     f"{frame.where}: {name} is stored beyond its extent {extent} (axis {axis})"
                 )
+        value = self.guard(name, subscripts, value, frame, add)
+        self.state[name] = self.updated(self.state[name], (), subscripts, value, add)
+
+    def guard(
+        self, name: str, subscripts: tuple[Expr, ...], value: Expr, frame: _Frame, add: bool
+    ) -> Expr:
+        """``value`` where the predicates hold, else what the entry holds already."""
         for guard, exempt in zip(reversed(self.guards), reversed(self.guarded), strict=True):
             if name in exempt:
                 continue
@@ -612,9 +620,10 @@ class _Importer:
             else:
                 old = self.read(name, subscripts, frame, or_zero=True)
                 if old.dtype != value.dtype:
-                    value, old = (algebra.cast(x, dtype) for x in (value, old))
-            value = algebra.make("select", guard, value, old)
-        self.state[name] = self.updated(self.state[name], (), subscripts, value, add)
+                    dtype = self.arrays[name].dtype
+                    value, old = (self.algebra.cast(x, dtype) for x in (value, old))
+            value = self.algebra.make("select", guard, value, old)
+        return value
 
     def updated(
         self,
@@ -627,7 +636,7 @@ class _Importer:
         """``base`` after ``[subscripts] = value`` (or ``+=``) for all values of ``dims``."""
         algebra = self.algebra
         if all(isinstance(s, Scalar) for s in subscripts) and not dims:
-            key = tuple([int(s.value) for s in subscripts])  # type: ignore[attr-defined]
+            key = _constants(subscripts)
             assert base is not None
             if not key:
                 # a scalar: nothing can lie below
@@ -685,7 +694,7 @@ class _Importer:
         value = self.state[name]
         try:
             return self.element(value, subscripts, name, or_zero)
-        except _Unknown:
+        except _UnknownError:
             pass
         stored = self.materialise(name, value, frame.where)
         return Load(stored.source, (*stored.leading, *subscripts))
@@ -693,10 +702,10 @@ class _Importer:
     def element(
         self, value: _Value, subscripts: tuple[Expr, ...], name: str, or_zero: bool = False
     ) -> Expr:
-        """The entry of ``value`` at ``subscripts``; raises ``_Unknown`` where that is not one."""
+        """The entry of ``value`` at ``subscripts``; ``_UnknownError`` where it is not one."""
         found = self.find(value, subscripts)
         if found is None:
-            raise _Unknown
+            raise _UnknownError
         if isinstance(found, _Undefined):
             if or_zero:
                 return Scalar(0, found.dtype or np.float64)
@@ -739,7 +748,7 @@ class _Importer:
                     break
                 case _Points():
                     if all(isinstance(s, Scalar) for s in subscripts):
-                        key = tuple([int(s.value) for s in subscripts])
+                        key = _constants(subscripts)
                         if key in value.entries:
                             found = value.entries[key]
                             break
@@ -816,15 +825,15 @@ class _Importer:
                     unknown = True
         return None if unknown else found
 
-    def solve(self, terms: dict[Expr, int], wanted: Expr) -> Any:
+    def solve(self, terms: Mapping[IndexOf, int], wanted: Expr) -> Any:
         """Values of the dimensions in ``terms`` for which their sum is ``wanted``.
 
         As a mixed radix number, largest coefficient first.
         """
         algebra = self.algebra
         ordered = sorted(terms.items(), key=lambda item: -abs(item[1]))
-        total_low = sum(min(0, f * (t.dim.extent - 1)) for t, f in ordered)  # type: ignore[attr-defined]
-        total_high = sum(max(0, f * (t.dim.extent - 1)) for t, f in ordered)  # type: ignore[attr-defined]
+        total_low = sum(min(0, f * (t.dim.extent - 1)) for t, f in ordered)
+        total_high = sum(max(0, f * (t.dim.extent - 1)) for t, f in ordered)
         low, high = algebra.bounds(wanted)
         if high < total_low or low > total_high:
             return _DISJOINT
@@ -860,12 +869,14 @@ class _Importer:
         self, body: Expr, reductions: tuple[Dim, ...] = (), dims: tuple[Dim, ...] | None = None
     ) -> Expr:
         """A temporary of its own for ``body`` summed over ``reductions``; returns its entry."""
-        algebra = self.algebra
         if dims is None:
             dims = self.free_dims(body, reductions)
         shape = tuple(d.extent for d in dims)
         result = Temporary(f"t{next(self.counter)}", shape, body.dtype)
-        self.definitions.append(_Definition(result, dims, reductions, body))
+        definition = _Definition(result, dims, reductions, body)
+        self.definitions.append(definition)
+        if reductions:
+            self.sums[result] = definition
         return Load(result, tuple([IndexOf(d) for d in dims]))
 
     def free_dims(self, body: Expr, reductions: tuple[Dim, ...] = ()) -> tuple[Dim, ...]:
@@ -888,6 +899,11 @@ class _Importer:
                 and not (algebra.mask(condition) & algebra.bit(dim))
             ):
                 return algebra.make("select", condition, self.sum(yes, dim), no)
+        if isinstance(body, Load):
+            # a sum of sums is one sum; the inner one vanishes where nothing else needs it
+            inner = self.sums.get(body.source)
+            if inner is not None and body.children == tuple([IndexOf(d) for d in inner.dims]):
+                return self.define(inner.body, (*inner.reductions, dim))
         return self.define(body, (dim,))
 
     def settle(self, value: Expr) -> Expr:
@@ -947,7 +963,7 @@ class _Importer:
                     located = self.locate(value, at)
                     if located is None:
                         raise UnsupportedLoopError(
-                            f"{where}: cannot tell where {name}[{', '.join(map(repr, value.subscripts))}] lies"
+                            f"{where}: cannot tell which entries of {name} an update changes"
                         )
                     test_, mapping = located
                     chain.append((test_, self.substitute(entry, mapping), value.add))
@@ -1077,7 +1093,7 @@ class _Importer:
             self.scopes.pop()
             self.owner = owner
             self.widen(scope, list(written), before, mark)
-        except _Sequential:
+        except _SequentialError:
             if self.scopes and self.scopes[-1] is scope:
                 self.scopes.pop()
             self.owner = owner
@@ -1106,10 +1122,10 @@ class _Importer:
         mapping: dict[Expr, Expr] = {}
         for read, (name, subscripts) in list(scope.reads.items()):
             if not written_at[name](subscripts):
-                raise _Sequential
+                raise _SequentialError
             try:
                 mapping[read] = self.element(before[name], subscripts, name)
-            except _Unknown:
+            except _UnknownError:
                 stored = self.materialise(name, before[name], f"kernel {self.name}")
                 mapping[read] = Load(stored.source, (*stored.leading, *subscripts))
         if mapping:
@@ -1194,7 +1210,7 @@ class _Importer:
         if not array.shape:
             first_set = next((i for i, update in enumerate(chain) if not update.add), len(chain))
             if 0 < first_set < len(chain):
-                raise _Sequential
+                raise _SequentialError
             return ["sum" if first_set else "last"] * len(chain), lambda subscripts: False
         # other loops that the subscripts depend on take part in the enumeration
         mask = 0
@@ -1216,25 +1232,25 @@ class _Importer:
             lead = (*outer, scope.dim) if moving else outer
             locations = self.enumerate(update, lead, array.shape)
             if locations is None:
-                raise _Sequential
+                raise _SequentialError
             if moving:
                 flat = locations.reshape(count, extent, -1)
                 own = np.broadcast_to(np.arange(extent)[None, :, None], flat.shape)
-                at = (np.broadcast_to(rows[:, :, None], flat.shape), flat)
+                at: Any = (np.broadcast_to(rows[:, :, None], flat.shape), flat)
                 if (fixed_set[at] | fixed_add[at]).any():
-                    raise _Sequential
+                    raise _SequentialError
                 previous = owner[at]
                 if ((previous != free) & (previous != own)).any():
-                    raise _Sequential
+                    raise _SequentialError
                 owner[at] = own
                 if (owner[at] != own).any():
-                    raise _Sequential
+                    raise _SequentialError
                 kinds.append("each")
                 continue
-            flat = locations.reshape(count, -1)
+            flat = locations.reshape(count, -1)  # type: ignore[assignment]
             at = (np.broadcast_to(rows, flat.shape), flat)
             if ((owner[at] != free) & (owner[at] != every)).any():
-                raise _Sequential
+                raise _SequentialError
             if update.add:
                 below = fixed_set[at]
                 if below.all():
@@ -1243,10 +1259,10 @@ class _Importer:
                     kinds.append("sum")
                     fixed_add[at] = True
                 else:
-                    raise _Sequential
+                    raise _SequentialError
             else:
                 if fixed_add[at].any():
-                    raise _Sequential
+                    raise _SequentialError
                 kinds.append("last")
                 fixed_set[at] = True
             owner[at] = every
@@ -1306,7 +1322,7 @@ class _Importer:
                 if number is None:
                     return None
                 value = value + factor * number
-            if value.size and not (0 <= value.min() and value.max() < extent):
+            if value.size and not (value.min() >= 0 and value.max() < extent):
                 return None
             total = total * extent + value
         return np.ascontiguousarray(np.broadcast_to(total, tuple(d.extent for d in dims)))
@@ -1388,7 +1404,7 @@ class _Importer:
         numbers = [v for v in values if not isinstance(v, Expr)]
         kinds = {t.kind for t in types}
         if kinds <= {"b"}:
-            common = np.dtype(np.int32)
+            common: np.dtype[Any] = np.dtype(np.int32)
         elif kinds <= set("iub"):
             wide = [t for t in types if t.kind != "b"]
             common = wide[0] if all(t == wide[0] for t in wide) else INDEX
@@ -1546,7 +1562,7 @@ class _Importer:
         name = getattr(function, "name", None)
         if not isinstance(name, str):
             name = getattr(getattr(function, "function", None), "name", str(function))
-        operation = _CALLS.get(name)
+        operation = _CALLS.get(str(name))
         if operation is None:
             raise UnsupportedLoopError(f"{frame.where}: function {name} is not known")
         values = [self.translate(p, frame) for p in expression.parameters]
@@ -1686,7 +1702,7 @@ class _Importer:
                 for iname, value in zip(swept, values, strict=True):
                     start = Scalar(extents[iname][0], INDEX)
                     inames[iname] = self.algebra.make("add", value, start)
-                inner = _Frame(frame.kernel, frame.variables, inames, frame.locals, frame.where)
+                inner = _Frame(frame.kernel, frame.variables, inames, frame.where)
                 found = tuple([self.subscript(i, inner) for i in subscript.index_tuple])
                 if view.locate is not None:
                     found = view.locate(found)
@@ -1699,13 +1715,53 @@ class _Importer:
         self, name: str, assignees: Sequence[Any], parameters: Sequence[Any], frame: _Frame
     ) -> None:
         """``inverse`` and ``solve``, which loopy knows only as functions of LAPACK."""
-        raise UnsupportedLoopError(f"{frame.where}: {name} is not supported")
+        from pyop3_mlir.kernels import dense
+
+        where = f"{frame.where}, {name}"
+        operands, leading = [], 0
+        bodies = []
+        for parameter in parameters:
+            view = self.sub_array((), parameter, frame, where)
+            axes = tuple(Dim(f"m{i}", extent) for i, extent in enumerate(view.shape))
+            assert view.locate is not None
+            subscripts = view.locate(tuple([IndexOf(axis) for axis in axes]))
+            body = self.read(view.array, subscripts, frame)
+            bodies.append((axes, body))
+            leading |= self.algebra.mask(body) & ~self.algebra.of_dims(axes)
+        batch = tuple(d for d in self.algebra.dims(leading) if d.extent >= 0)
+        for axes, body in bodies:
+            self.define(body, (), (*batch, *axes))
+            operands.append(self.definitions[-1].result)
+        function: Any = {"inverse": dense.inverse, "solve": dense.solve}[name]
+        try:
+            statements, result = function(*operands, batch)
+        except ValueError as error:
+            raise UnsupportedLoopError(f"{where}: {error}") from None
+        for statement in statements:
+            for temporary, body in zip(statement.results, statement.bodies, strict=True):
+                self.definitions.append(
+                    _Definition(temporary, statement.dims, statement.reductions, body)
+                )
+        (assignee,) = assignees
+        view = self.sub_array((), assignee, frame, where)
+        assert view.locate is not None
+        extents = result.shape[len(batch) :]
+        axes = tuple(Dim(f"m{i}", extent) for i, extent in enumerate(view.shape))
+        at = tuple([IndexOf(axis) for axis in axes])
+        inner = self.unflatten(self.flatten(at, view.shape), extents)
+        value: Expr = Load(result, (*(IndexOf(d) for d in batch), *inner))
+        subscripts = view.locate(at)
+        value = self.guard(view.array, subscripts, value, frame, False)
+        updated = self.updated(self.state[view.array], axes, subscripts, value, False)
+        if isinstance(updated, _Update) and self.covers(view.array, updated):
+            updated.base = None
+        self.state[view.array] = updated
 
     # -----------------------------------------------------------------------------------------
     # results
 
-    def increments(self, argument: KernelArgument) -> list[_Piece]:
-        """What the kernel adds to an argument that starts at zero, as pieces that are summed."""
+    def pieces(self, argument: KernelArgument) -> list[_Piece]:
+        """The argument's new value (what is added to it, for INC) as pieces that are summed."""
         value: _Value | None = self.state[argument.name]
         nodes: list[_Update] = []
         simple = True
@@ -1725,7 +1781,7 @@ class _Importer:
                 simple = False
                 break
             touched[locations.reshape(-1)] = True
-        if not simple or not isinstance(value, _Zero | None):
+        if not simple or not (value is None or isinstance(value, _Zero) or touched.all()):
             return self.replacement(argument)
         pieces = []
         for update in reversed(nodes):
@@ -1739,14 +1795,8 @@ class _Importer:
         return pieces
 
     def replacement(self, argument: KernelArgument) -> list[_Piece]:
-        """The new value of an argument, as one piece."""
+        """The whole value of an argument as one piece."""
         value = self.state[argument.name]
-        if isinstance(value, _Update) and not value.add and self.covers(argument.name, value):
-            entry = value.value
-            if value.last:
-                entry = self.substitute(entry, value.last)
-            slot = self.flatten(value.subscripts, argument.shape)
-            return [_Piece(argument, value.dims, slot, entry)]
         stored = self.materialise(argument.name, value, f"kernel {self.name}")
         axes = tuple(Dim(f"a{i}", extent) for i, extent in enumerate(argument.shape))
         at = tuple([IndexOf(axis) for axis in axes])
@@ -1754,49 +1804,90 @@ class _Importer:
         return [_Piece(argument, axes, slot, Load(stored.source, (*stored.leading, *at)))]
 
     def finish(
-        self, name: str, arguments: list[KernelArgument], pieces: list[_Piece]
+        self, name: str, arguments: list[KernelArgument], pieces: list[_Piece], whole: set[Source]
     ) -> LocalKernel:
-        """The program, statements in order and without what nothing needs."""
-        outputs = []
-        for piece in pieces:
-            entry = piece.value
-            wanted = tuple([IndexOf(dim) for dim in piece.dims])
-            if not (
-                isinstance(entry, Load)
-                and isinstance(entry.source, Temporary)
-                and entry.children == wanted
-                and entry.source.shape == tuple(d.extent for d in piece.dims)
-            ):
-                if entry.dtype != piece.argument.dtype:
-                    entry = self.algebra.cast(entry, piece.argument.dtype)
-                entry = self.define(entry, (), piece.dims)
-            assert isinstance(entry, Load) and isinstance(entry.source, Temporary)
-            outputs.append(Output(piece.argument, piece.dims, piece.slot, entry.source))
+        """The program: each definition handed to the builder, those that others need first."""
+        builder = Builder()
+        canonical: dict[tuple[int, int], Dim] = {}
+
+        def rename(dims: Sequence[Dim]) -> dict[Dim, Dim]:
+            """Common dimensions for all statements, so that equal statements are found."""
+            counts: dict[int, int] = {}
+            found = {}
+            for dim in dims:
+                number = counts[dim.extent] = counts.get(dim.extent, -1) + 1
+                key = (dim.extent, number)
+                if key not in canonical:
+                    canonical[key] = builder.register(
+                        Dim(f"{'ijklmnopqrst'[len(canonical) % 12]}{dim.extent}", dim.extent)
+                    )
+                found[dim] = canonical[key]
+            return found
+
         by_result = {definition.result: definition for definition in self.definitions}
-        order: list[_Definition] = []
-        done: set[Source] = set()
-        for output in outputs:
-            stack = [output.value]
+        results: dict[Source, tuple[tuple[Dim, ...], Expr]] = {}
+
+        def rewrite(body: Expr, names: dict[Dim, Dim]) -> Expr:
+            known: dict[Expr, Expr] = {}
+            for node in postorder([body]):
+                children = [known[child] for child in node.children]
+                match node:
+                    case IndexOf():
+                        known[node] = IndexOf(names[node.dim])
+                    case Load(source=Temporary()):
+                        dims, value = results[node.source]
+                        moved = {
+                            dim: child
+                            for dim, child in zip(dims, children, strict=True)
+                            if child is not IndexOf(dim)
+                        }
+                        known[node] = builder.substitute(value, moved) if moved else value
+                    case Load():
+                        known[node] = builder.load(node.source, children)
+                    case Op():
+                        dtype = None if node.dtype.kind == "b" else node.dtype
+                        known[node] = builder.op(node.name, *children, dtype=dtype)
+                    case _:
+                        known[node] = node
+            return known[body]
+
+        def settle(definition: _Definition) -> None:
+            names = rename((*definition.dims, *definition.reductions))
+            body = rewrite(definition.body, names)
+            dims = tuple(names[d] for d in definition.dims)
+            if definition.reductions:
+                value = builder.reduce(body, [names[d] for d in definition.reductions])
+            elif isinstance(body, Load | Scalar):
+                value = body
+            else:
+                value = builder.define(body, builder.order(builder.dims(body)))
+            results[definition.result] = (dims, value)
+
+        for piece in pieces:
+            stack = [s for s in _sources(piece.value) if s in by_result]
             while stack:
                 result = stack[-1]
-                if result in done:
+                if result in results:
                     stack.pop()
                     continue
+                definition = by_result[result]
                 needed = [
-                    source
-                    for source in _sources(by_result[result].body)
-                    if isinstance(source, Temporary) and source not in done
+                    s for s in _sources(definition.body) if s in by_result and s not in results
                 ]
                 if needed:
-                    stack.extend(needed)  # type: ignore[arg-type]
+                    stack.extend(needed)
                     continue
-                done.add(result)
-                order.append(by_result[result])
+                settle(definition)
                 stack.pop()
-        statements = tuple(Compute((d.result,), d.dims, d.reductions, (d.body,)) for d in order)
-        kernel = LocalKernel(name, tuple(arguments), statements, tuple(outputs))
-        kernel.validate()
-        return kernel
+        finished = []
+        for piece in pieces:
+            names = rename(piece.dims)
+            value = rewrite(piece.value, names)
+            if value.dtype != piece.argument.dtype:
+                value = builder.op("cast", value, dtype=piece.argument.dtype)
+            slot = rewrite(piece.slot, names)
+            finished.append(Piece(piece.argument, tuple(names.values()), slot, value))
+        return builder.finish(name, arguments, finished, whole)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -1846,7 +1937,7 @@ _HANDLERS: dict[str, Callable[[_Importer, Any, _Frame], Any]] = {
 
 
 def _dtype(loopy_type: Any) -> np.dtype[Any] | None:
-    """numpy's type of a loopy type, or None where it is not known yet."""
+    """Numpy's type of a loopy type, or None where it is not known yet."""
     numpy_dtype = getattr(loopy_type, "numpy_dtype", loopy_type)
     if isinstance(numpy_dtype, np.dtype):
         return numpy_dtype
@@ -1875,20 +1966,24 @@ def _without_addend(expression: Any, assignee: Any) -> Any:
 
 
 def _mentions(expression: Any, name: str | None) -> bool:
-    from pymbolic.mapper.dependency import DependencyMapper
+    from loopy.symbolic import get_dependencies
 
     if isinstance(expression, int | float | complex | np.generic):
         return False
-    kind = type(expression).__name__
-    if kind == "Variable":
-        return bool(expression.name == name)
-    if kind == "Subscript":
-        return _mentions(expression.aggregate, name) or any(
-            _mentions(i, name) for i in expression.index_tuple
-        )
-    if kind in ("Sum", "Product"):
-        return any(_mentions(child, name) for child in expression.children)
-    return any(v.name == name for v in DependencyMapper(composite_leaves=False)(expression))
+    match type(expression).__name__:
+        case "Variable":
+            return bool(expression.name == name)
+        case "Subscript":
+            parts: Iterable[Any] = (expression.aggregate, *expression.index_tuple)
+        case "Sum" | "Product":
+            parts = expression.children
+        case _:
+            return name in get_dependencies(expression)
+    return any(_mentions(part, name) for part in parts)
+
+
+def _constants(subscripts: tuple[Expr, ...]) -> tuple[int, ...]:
+    return tuple([int(s.value) for s in subscripts if isinstance(s, Scalar)])
 
 
 def _reaches_entry(value: _Value | None) -> bool:
