@@ -246,15 +246,13 @@ class Load(Expr):
                 raise ValueError(
                     f"index {axis} of {source.name} is {index.value}, its extent {extent}"
                 )
-        return cls._intern(
-            (source, indices), source=source, children=indices, dtype=source.dtype
-        )
+        return cls._intern((source, indices), source=source, children=indices, dtype=source.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Load, (self.source, self.children))
 
     def __repr__(self) -> str:
-        return f"{self.source.name}[{', '.join(map(repr, self.children))}]"
+        return _abbreviated(self)
 
 
 class Op(Expr):
@@ -286,11 +284,56 @@ class Op(Expr):
         return (_make_op, (self.name, self.children, self.dtype))
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(map(repr, self.children))})"
+        return _abbreviated(self)
 
 
 def _make_op(name: str, children: tuple[Expr, ...], dtype: np.dtype[Any]) -> Op:
     return Op(name, *children, dtype=dtype)
+
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "rem": "%",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+}  # fmt: skip
+
+
+def _notation(node: Expr, operands: Sequence[str]) -> str:
+    """How an expression is written, given how its operands are."""
+    match node:
+        case Load():
+            return f"{node.source.name}[{', '.join(operands)}]"
+        case Op(name="cast"):
+            return f"{node.dtype}({operands[0]})"
+        case Op() if node.name in _INFIX:
+            return f"({operands[0]} {_INFIX[node.name]} {operands[1]})"
+        case Op():
+            return f"{node.name}({', '.join(operands)})"
+    return repr(node)
+
+
+def _abbreviated(node: Expr, depth: int = 5) -> str:
+    """The expression down to a depth: shared graphs are exponentially large when written out."""
+    if node.children and not depth:
+        return "..."
+    return _notation(node, [_abbreviated(child, depth - 1) for child in node.children])
+
+
+def _written(roots: Sequence[Expr]) -> tuple[list[str], list[str]]:
+    """Lines that name what ``roots`` use more than once, and ``roots`` in terms of these names."""
+    uses: dict[Expr, int] = {}
+    for node in postorder(roots):
+        for child in node.children:
+            uses[child] = uses.get(child, 0) + 1
+    text: dict[Expr, str] = {}
+    lines = []
+    for node in postorder(roots):
+        written = _notation(node, [text[child] for child in node.children])
+        if isinstance(node, Op) and (uses.get(node, 0) > 1 or len(written) > 100):
+            name = f"%{len(lines)}"
+            lines.append(f"{name} = {written}")
+            written = name
+        text[node] = written
+    return lines, [text[root] for root in roots]
 
 
 def postorder(roots: Iterable[Expr]) -> Iterator[Expr]:
@@ -484,18 +527,23 @@ class LocalKernel:
         return digest.hexdigest()
 
     def __str__(self) -> str:
-        """The program in a notation close to Einstein's, for ``explain``."""
+        """The program in a notation close to Einstein's, for ``explain``.
+
+        What a statement uses several times is written once, as a numbered line above it.
+        """
         lines = [f"kernel {self.name}"]
         lines += [f"  argument {a.name}: {a.dtype}{list(a.shape)}" for a in self.arguments]
         for statement in self.statements:
             dims = ", ".join(f"{d.name}<{d.extent}" for d in statement.dims)
             over = ", ".join(f"{d.name}<{d.extent}" for d in statement.reductions)
-            for result, body in zip(statement.results, statement.bodies, strict=True):
-                reduce = f"sum({over}) " if over else ""
-                lines.append(f"  {result.name}[{dims}] = {reduce}{body!r}")
+            shared, bodies = _written(statement.bodies)
+            lines.append(f"  for [{dims}]" + (f" sum over [{over}]" if over else ""))
+            lines += [f"    {line}" for line in shared]
+            own = ", ".join(d.name for d in statement.dims)
+            sign = "+=" if over else "="
+            for result, body in zip(statement.results, bodies, strict=True):
+                lines.append(f"    {result.name}[{own}] {sign} {body}")
         for output in self.outputs:
-            dims = ", ".join(f"{d.name}<{d.extent}" for d in output.dims)
-            lines.append(
-                f"  {output.argument.name}[{output.slot!r}] <- {output.value.name}[{dims}]"
-            )
+            own = ", ".join(d.name for d in output.dims)
+            lines.append(f"  {output.argument.name}[{output.slot!r}] <- {output.value.name}[{own}]")
         return "\n".join(lines)
