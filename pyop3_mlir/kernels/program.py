@@ -83,7 +83,7 @@ class Dim:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Anything that can be loaded from: an argument, a table or a temporary. Compared by identity."""
+    """What can be loaded from: an argument, a table or a temporary. Compared by identity."""
 
     name: str
     shape: tuple[int, ...]
@@ -325,7 +325,7 @@ def _written(roots: Sequence[Expr]) -> tuple[list[str], list[str]]:
         for child in node.children:
             uses[child] = uses.get(child, 0) + 1
     text: dict[Expr, str] = {}
-    lines = []
+    lines: list[str] = []
     for node in postorder(roots):
         written = _notation(node, [text[child] for child in node.children])
         if isinstance(node, Op) and (uses.get(node, 0) > 1 or len(written) > 100):
@@ -337,7 +337,7 @@ def _written(roots: Sequence[Expr]) -> tuple[list[str], list[str]]:
 
 
 def postorder(roots: Iterable[Expr]) -> Iterator[Expr]:
-    """Every expression below ``roots`` once, operands before their users. Iterative: graphs are deep."""
+    """Every expression below ``roots`` once, operands before users. Iterative: graphs are deep."""
     seen: set[Expr] = set()
     for root in roots:
         stack: list[tuple[Expr, bool]] = [(root, False)]
