@@ -194,8 +194,8 @@ def _integers(values: Any, what: str) -> npt.NDArray[Any]:
         raise InvalidLoopError(f"{what}: masked arrays are not supported; mark entries by -1")
     try:
         array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidLoopError(f"{what}: cannot be made an array ({error})") from None
+    except Exception as error:  # whatever the object's own conversion raises
+        raise InvalidLoopError(f"{what}: cannot be made an array ({error})") from error
     if array.dtype.kind not in "iu":
         # an empty list becomes an empty array of floats
         if array.size or array.dtype.kind != "f":
@@ -238,6 +238,10 @@ class IndexTable:
     def __post_init__(self) -> None:
         values = _integers(self.values, f"map {self.name}")
         object.__setattr__(self, "bound", _count(self.bound, f"map {self.name}: bound"))
+        if not isinstance(self.allow_negative, bool | np.bool_):
+            raise InvalidLoopError(
+                f"map {self.name}: allow_negative is {self.allow_negative!r}, expected a bool"
+            )
         if values.ndim != 2:
             raise InvalidLoopError(
                 f"map {self.name}: expected an array [entities, arity], got shape {values.shape}"
@@ -411,7 +415,7 @@ class Argument:
         InvalidLoopError
             For another access, or where the arrays do not fit together.
         """
-        if access not in (INC, WRITE):
+        if access is not INC and access is not WRITE:
             raise InvalidLoopError(f"argument {name}: a matrix takes INC or WRITE, not {access!r}")
         return cls(values, access, Kind.INDIRECT, positions, name=name, cover=rows)
 
@@ -451,6 +455,11 @@ class Argument:
             )
         if self.access in (MIN, MAX) and buffer.dtype.kind == "c":
             raise InvalidLoopError(f"{where}: {self.access.name} has no meaning for {buffer.dtype}")
+        if self.access.writes and not stride and self.table is not None and self.table.bound > 1:
+            raise InvalidLoopError(
+                f"{where}: stride 0 puts all rows at one place, access {self.access.name} changes "
+                "them; use a global"
+            )
         if self.table is not None and self.table.arity and components:
             self._check_rows(self.table.bound if self.table.size else 0, "map bound")
         if self.kind is Kind.GLOBAL and components:

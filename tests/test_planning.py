@@ -35,9 +35,12 @@ from pyop3_mlir.planning import (
     segments,
 )
 
+SIZES = st.integers(0, 40)
+BOUNDS = st.integers(1, 30)
+
 
 @st.composite
-def maps(draw, rows=st.integers(0, 40), targets=st.integers(1, 30)):
+def maps(draw, rows=SIZES, targets=BOUNDS):
     size, bound = draw(rows), draw(targets)
     arity = draw(st.integers(0, 5))
     negative = draw(st.sampled_from([0.0, 0.3, 1.0]))
@@ -133,7 +136,7 @@ def test_colouring_is_repeatable():
 
 def test_more_colours_than_bits_in_a_word():
     values = np.concatenate([np.repeat(np.arange(5), 200)[:, None], np.arange(1000)[:, None]], 1)
-    table = IndexTable(values + [0, 5], 1005)
+    table = IndexTable(values + np.array([0, 5]), 1005)
     colouring = colour([(table, 0)], 1000)
     assert_colouring(colouring, [(table, 0)], 1000)
     assert len(colouring) == 200
@@ -177,7 +180,7 @@ def test_nothing_to_colour():
 
 
 def test_a_table_with_too_few_rows_is_refused():
-    with pytest.raises(InvalidLoopError, match="has 2 rows.*visit entity 4"):
+    with pytest.raises(InvalidLoopError, match=r"has 2 rows.*visit entity 4"):
         colour([(table_of([[0], [1]]), 0)], 5)
 
 
@@ -318,7 +321,7 @@ def loop_of(*arguments, size=None, entities=None):
 
 
 def run_stores(loop, order):
-    """Store the number (argument, entity, slot) of each scalar, entity after entity in ``order``."""
+    """Store the number of (argument, entity, slot) at each scalar, entity after entity."""
     results = [np.full(buffer.size, -1) for buffer in loop.buffers]
     for entity in order:
         for number, (argument, spec) in enumerate(
