@@ -27,7 +27,7 @@ from xdsl.dialects.builtin import (
     i64,
 )
 from xdsl.dialects.linalg.attrs import IteratorTypeAttr
-from xdsl.dialects.linalg.ops import FillOp, GenericOp
+from xdsl.dialects.linalg.ops import GenericOp
 from xdsl.dialects.linalg.ops import IndexOp as LinalgIndexOp
 from xdsl.dialects.linalg.ops import YieldOp as LinalgYieldOp
 from xdsl.ir import Attribute, Block, Region, SSAValue
@@ -48,6 +48,7 @@ from pyop3_mlir.kernels.program import (
     Table,
     postorder,
 )
+from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import (
     CONTRACT,
     Emitter,
@@ -285,7 +286,7 @@ class _Builder:
         if not spec.access.gathers:
             zero = self.e.constant(np.zeros((), argument.dtype)[()], element)
             empty = self._empty(argument.shape, element, True)
-            fill = FillOp([zero], [empty], [empty.type])
+            fill = FillOp(zero, empty, [empty.type])
             self.values[argument] = self.e.insert(fill)
             self.varying[argument] = True
             return
@@ -373,7 +374,7 @@ class _Builder:
             out = self._empty(result.shape, element, varying)
             if statement.reductions:
                 zero = self.e.constant(np.zeros((), result.dtype)[()], element)
-                out = self.e.insert(FillOp([zero], [out], [out.type]))
+                out = self.e.insert(FillOp(zero, out, [out.type]))
             outputs.append(out)
         results = self._generic(
             len(statement.dims),

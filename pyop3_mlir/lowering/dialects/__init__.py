@@ -15,7 +15,6 @@ from xdsl.dialects.builtin import Builtin
 from xdsl.dialects.cf import Cf
 from xdsl.dialects.complex import Complex
 from xdsl.dialects.func import Func
-from xdsl.dialects.linalg import Linalg
 from xdsl.dialects.math import Math
 from xdsl.dialects.memref import MemRef
 from xdsl.dialects.scf import Scf
@@ -28,6 +27,7 @@ from pyop3_mlir.lowering.dialects.codegen import IREECPU, IREEGPU, IREECodegen
 from pyop3_mlir.lowering.dialects.flow import Flow
 from pyop3_mlir.lowering.dialects.gpu import GPU
 from pyop3_mlir.lowering.dialects.hal import HAL
+from pyop3_mlir.lowering.dialects.linalg import Linalg
 from pyop3_mlir.lowering.dialects.util import Util
 from pyop3_mlir.lowering.dialects.vector import Vector
 

@@ -18,10 +18,11 @@ from xdsl.dialects.builtin import (
     UnitAttr,
     i64,
 )
-from xdsl.dialects.linalg.ops import FillOp, GenericOp
+from xdsl.dialects.linalg.ops import GenericOp
 from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 
+from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import Emitter
 
 __all__ = ["ALIGNMENT", "BufferisePass"]
@@ -138,7 +139,7 @@ class _Bufferiser:
                 self.values[op.result] = self.constant(op.value)
             case FillOp():
                 target = self.allocate(op.results[0].type)
-                e.insert(FillOp([self.value(op.inputs[0])], [target], []))
+                e.insert(FillOp(self.value(op.inputs[0]), target, []))
                 self.values[op.results[0]] = target
             case GenericOp():
                 self.generic(op, e)

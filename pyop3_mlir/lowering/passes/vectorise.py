@@ -22,7 +22,7 @@ from xdsl.dialects.builtin import (
     VectorType,
 )
 from xdsl.dialects.linalg.attrs import IteratorType
-from xdsl.dialects.linalg.ops import FillOp, GenericOp
+from xdsl.dialects.linalg.ops import GenericOp
 from xdsl.dialects.linalg.ops import IndexOp as LinalgIndexOp
 from xdsl.dialects.linalg.ops import YieldOp as LinalgYieldOp
 from xdsl.ir import Attribute, Operation, SSAValue
@@ -36,6 +36,7 @@ from xdsl.ir.affine import (
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
+from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.dialects.vector import FromElementsOp
 from pyop3_mlir.lowering.emit import Emitter, IndexLike
 

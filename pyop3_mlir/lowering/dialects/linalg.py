@@ -1,0 +1,68 @@
+"""MLIR's ``linalg`` dialect with a fill of any element type; :data:`Linalg` is xDSL's with it.
+
+Source: https://mlir.llvm.org/docs/Dialects/Linalg/#linalgfill-linalgfillop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from xdsl.dialects import linalg
+from xdsl.dialects.builtin import ArrayAttr, ShapedType
+from xdsl.dialects.linalg import ops
+from xdsl.dialects.linalg.abstract_ops import NamedOperation
+from xdsl.dialects.linalg.attrs import IteratorTypeAttr
+from xdsl.ir import Attribute, Block, Dialect, Region, SSAValue
+from xdsl.ir.affine import AffineMap
+from xdsl.irdl import irdl_op_definition
+from xdsl.utils.exceptions import VerifyException
+
+__all__ = ["FillOp", "Linalg"]
+
+
+@irdl_op_definition
+class FillOp(NamedOperation):
+    """``linalg.fill``; xDSL's own refuses complex numbers and indices."""
+
+    name = "linalg.fill"
+
+    PRINT_ATTRS_IN_FRONT: ClassVar[bool] = True
+
+    def __init__(self, value: SSAValue, output: SSAValue, results: Sequence[Attribute]) -> None:
+        region = self.get_hidden_region([value], [output])
+        super().__init__([value], [output], [results], hidden_region=region)
+
+    @classmethod
+    def get_hidden_region(cls, inputs: Sequence[SSAValue], outputs: Sequence[SSAValue]) -> Region:
+        block = Block(arg_types=[_scalar(v.type) for v in (*inputs, *outputs)])
+        block.add_op(ops.YieldOp(block.args[0]))
+        return Region(block)
+
+    def get_default_indexing_maps(self) -> Sequence[AffineMap]:
+        return (AffineMap(self._rank, 0, ()), AffineMap.identity(self._rank))
+
+    def get_iterator_types(self) -> ArrayAttr[IteratorTypeAttr]:
+        return ArrayAttr([IteratorTypeAttr.parallel()] * self._rank)
+
+    @property
+    def _rank(self) -> int:
+        output: Any = self.outputs[0].type
+        return len(output.get_shape())
+
+    def verify_(self) -> None:
+        (value,), (output,) = self.inputs, self.outputs
+        if not isinstance(output.type, ShapedType) or value.type != _scalar(output.type):
+            raise VerifyException(f"{self.name}: cannot fill {output.type} with {value.type}")
+
+
+def _scalar(type_: Any) -> Attribute:
+    element: Attribute = type_.get_element_type() if isinstance(type_, ShapedType) else type_
+    return element
+
+
+Linalg = Dialect(
+    "linalg",
+    [FillOp if op is ops.FillOp else op for op in linalg.Linalg.operations],
+    [*linalg.Linalg.attributes],
+)
