@@ -154,8 +154,6 @@ def tune(
     console = _console()
     if choice.result is not None:
         console.print(choice.result.table())
-        if not choice.result.complete:
-            console.print(f"The budget of {options.tune_budget:g} s ended it early.")
     console.print(f"{loop.name}: [bold]{choice.schedule}[/], {choice.reason}", highlight=False)
     if chart is not None:
         if choice.result is None:

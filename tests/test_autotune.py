@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def test_slow_candidates_leave_early():
     bench = Bench(dict(zip(names, [1e-3, 1.5e-3, 2e-3, 100e-3], strict=True)))
     result = bench.tune()
     runs = [bench.runs.count(name) for name in names]
-    assert runs[3] == 1
+    assert runs[3] == 2
     assert runs[0] > runs[2]
     dropped = {m.schedule for m in result.measurements if m.outcome is Outcome.DROPPED}
     assert names[3] in dropped
@@ -142,6 +143,23 @@ def test_short_runs_are_repeated_within_a_sample():
     result = bench.tune()
     assert len(bench.runs) >= 50 * len(result.measurements[0].samples)
     assert result.measurements[0].seconds == pytest.approx(10e-6)
+
+
+def test_candidates_are_built_side_by_side():
+    meeting = threading.Barrier(2, timeout=20)
+    names = schedules(5)
+
+    def build(schedule):
+        if schedule != names[0]:
+            meeting.wait()  # passes only where another one is being built
+        if schedule == names[2]:
+            raise RuntimeError("no such instruction")
+        return lambda: [np.ones(1)]
+
+    result = tune(names, build, budget_s=10.0, workers=2)
+    outcomes = {m.schedule: m.outcome for m in result.measurements}
+    assert outcomes[names[2]] is Outcome.FAILED
+    assert sum(bool(m.samples) for m in result.measurements) == 4
 
 
 def test_budget_is_kept():

@@ -239,8 +239,10 @@ def candidates(
     if "blocked" in batchings:
         shapes = _shapes(base, statistics, traits)
         found += [replace(base, batching="blocked", width=w, tile=t) for w, t in shapes]
-        # how contributions are summed hardly depends on W and T: one shape tells
-        found[2:2] = [replace(base, strategy=name) for name in others]
+        # how contributions are summed hardly depends on W and T: one shape tells; and one thread
+        # gains nothing from strategies that let several work
+        where = 2 if traits.threads > 1 else 8
+        found[where:where] = [replace(base, strategy=name) for name in others]
     return list(dict.fromkeys([*found, *flat]))
 
 

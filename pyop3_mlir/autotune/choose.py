@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,6 +104,7 @@ def choose(
         build,
         budget_s=options.tune_budget,
         neighbours=partial(neighbours, statistics=statistics, traits=traits),
+        workers=_workers(),
     )
     if any(m.samples for m in result.measurements):
         remember(cache, key, result)
@@ -111,6 +113,17 @@ def choose(
         reason = "heuristic (no time to measure)"
     log.info("loop %s: %s, %s", loop.name, result.best, reason)
     return Choice(result.best, reason, result)
+
+
+def _workers() -> int:
+    """Compilers to run at once: the other cores belong to the other processes of an MPI program."""
+    for name in ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "1") != "1":
+            return 1
+    try:
+        return min(len(os.sched_getaffinity(0)), 4)
+    except AttributeError:
+        return min(os.cpu_count() or 1, 4)
 
 
 def _narrow(what: str, wanted: str, possible: Sequence[str], loop: Parloop) -> Sequence[str]:

@@ -16,8 +16,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,8 @@ _STAGES = ((1, 2.0), (3, 1.3), (7, 1.05), (15, 1.0))
 _HOPELESS = 3.0
 # Shorter runs are repeated within a sample: the clock and the call's own cost would be measured.
 _SHORTEST_SAMPLE = 500e-6
+# A first run that takes this share of the budget is not repeated.
+_PATIENCE = 0.02
 # Share of the budget after which no more candidates are built.
 _BUILD_SHARE = 0.7
 
@@ -118,7 +122,8 @@ class TuningResult:
         """Return the table as plain text, one candidate a line."""
         best = self._best_seconds()
         lines = []
-        for m in self.measurements:
+        tried = [m for m in self.measurements if m.outcome is not Outcome.SKIPPED]
+        for m in tried:
             if m.samples:
                 ratio = f"{m.seconds / best:6.2f}x" if best else ""
                 figures = f"{m.seconds * 1e3:10.4f} ms {ratio} {len(m.samples):3d} samples"
@@ -126,9 +131,7 @@ class TuningResult:
                 figures = " " * 31
             text = f"{m.schedule!s:34} {figures}  {m.outcome.value}"
             lines.append(f"{text}: {m.message}" if m.message else text)
-        tail = "" if self.complete else "; the time budget ended it early"
-        lines.append(f"tuned in {self.elapsed_s:.1f} s{tail}")
-        return "\n".join(lines)
+        return "\n".join([*lines, self._summary(len(tried))])
 
     def table(self) -> Any:
         """Return the table for a terminal, a :class:`rich.table.Table`."""
@@ -139,7 +142,9 @@ class TuningResult:
         table.columns[0].no_wrap = True
         for column in table.columns[1:5]:
             column.justify = "right"
-        for m in self.measurements:
+        tried = [m for m in self.measurements if m.outcome is not Outcome.SKIPPED]
+        table.caption = self._summary(len(tried))
+        for m in tried:
             table.add_row(
                 str(m.schedule),
                 f"{m.seconds * 1e3:.4f} ms" if m.samples else "",
@@ -150,6 +155,10 @@ class TuningResult:
                 style="bold" if m.outcome is Outcome.CHOSEN else "",
             )
         return table
+
+    def _summary(self, tried: int) -> str:
+        text = f"{tried} of {len(self.measurements)} candidates tried in {self.elapsed_s:.1f} s"
+        return text if self.complete else f"{text}; the time budget ended it early"
 
     def _best_seconds(self) -> float:
         chosen = [m.seconds for m in self.measurements if m.outcome is Outcome.CHOSEN and m.samples]
@@ -199,6 +208,7 @@ def tune(
     budget_s: float = 20.0,
     check: Callable[[Arrays, Arrays], None] = check_outputs,
     neighbours: Callable[[Schedule], Iterable[Schedule]] | None = None,
+    workers: int = 1,
     progress: bool | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuningResult:
@@ -219,6 +229,8 @@ def tune(
         ``ValueError`` where they differ.
     neighbours
         Schedules worth trying once a schedule has turned out to be the best so far.
+    workers
+        Candidates that are built at the same time, in threads. Nothing is timed meanwhile.
     progress
         Show a progress bar; by default on a terminal, on the first of several processes.
     clock
@@ -240,7 +252,7 @@ def tune(
     queue = list(dict.fromkeys(candidates))
     if not queue:
         raise ValueError("no candidates to tune")
-    race = _Race(build, check, clock, budget_s)
+    race = _Race(build, check, clock, budget_s, workers)
     if budget_s <= 0:
         rest = [Measurement(schedule) for schedule in queue[1:]]
         first = Measurement(queue[0], Outcome.CHOSEN)
@@ -270,8 +282,9 @@ class _Race:
         check: Callable[[Arrays, Arrays], None],
         clock: Callable[[], float],
         budget_s: float,
+        workers: int,
     ) -> None:
-        self.build, self.check, self.clock = build, check, clock
+        self.build, self.check, self.clock, self.workers = build, check, clock, workers
         self.started = clock()
         self.budget_s = budget_s
         self.measurements: list[Measurement] = []
@@ -292,29 +305,50 @@ class _Race:
 
     def enter(self, schedules: Sequence[Schedule], step: Callable[[str, int], None]) -> None:
         """Build candidates while there is time, check them, and time each once."""
-        for position, schedule in enumerate(schedules):
-            self.seen.add(schedule)
-            measurement = Measurement(schedule)
-            self.measurements.append(measurement)
+        waiting = [Measurement(schedule) for schedule in schedules]
+        self.seen.update(schedules)
+        self.measurements += waiting
+        while waiting:
             built = [m.build_s for m in self.measurements if m.build_s]
             typical = statistics.mean(built) if built else 0.0
             if self.reference is not None and self.used(_BUILD_SHARE, ahead=typical):
                 self.complete = False
-                continue
-            step(f"building {schedule}", len(schedules) - position - 1)
-            try:
-                self._enter(measurement)
-            except Exception as error:
-                # whatever a compiler or a device may raise: the other candidates can still win
-                self.error = self.error or error
-                measurement.outcome = Outcome.FAILED
-                measurement.message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                log.info("candidate %s failed: %s", schedule, error)
+                return
+            # the very first alone: where time is short it is the only one
+            chunk = waiting[: self.workers if built else 1]
+            del waiting[: len(chunk)]
+            step(f"building {chunk[0].schedule}", len(waiting))
+            # nothing else is timed while these are built
+            for measurement, made in zip(chunk, self._build_all(chunk), strict=True):
+                try:
+                    self._enter(measurement, made())
+                except Exception as error:
+                    self._failed(measurement, error)
 
-    def _enter(self, measurement: Measurement) -> None:
-        start = self.clock()
-        runner = self.build(measurement.schedule)
-        measurement.build_s = self.clock() - start
+    def _build_all(self, chunk: Sequence[Measurement]) -> list[Callable[[], Runner]]:
+        """Build candidates side by side; each result returns the runner or raises what failed."""
+
+        def build(measurement: Measurement) -> Runner:
+            start = self.clock()
+            try:
+                return self.build(measurement.schedule)
+            finally:
+                measurement.build_s = self.clock() - start
+
+        if len(chunk) == 1:
+            return [partial(build, chunk[0])]
+        with ThreadPoolExecutor(len(chunk)) as pool:
+            futures = [pool.submit(build, measurement) for measurement in chunk]
+        return [future.result for future in futures]
+
+    def _failed(self, measurement: Measurement, error: Exception) -> None:
+        """Note what a compiler or a device raised: the other candidates can still win."""
+        self.error = self.error or error
+        measurement.outcome = Outcome.FAILED
+        measurement.message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        log.info("candidate %s failed: %s", measurement.schedule, error)
+
+    def _enter(self, measurement: Measurement, runner: Runner) -> None:
         start = self.clock()
         result = runner()
         first = self.clock() - start
@@ -328,14 +362,13 @@ class _Race:
                 measurement.outcome, measurement.message = Outcome.WRONG, str(error)
                 log.warning("candidate %s computes something else: %s", measurement.schedule, error)
                 return
-        # a first run touches pages and wakes threads, but that does not make it this slow
-        if self.alive and first > 2 * _HOPELESS * self.leader.seconds:
-            measurement.samples.append(first)
-            measurement.outcome = Outcome.DROPPED
-            return
-        start = self.clock()
-        runner()
-        once = self.clock() - start
+        once = first
+        # a first run may plan and touch pages for the first time; but where it is slow enough to
+        # cost a share of the budget, another one is not worth it
+        if not self.alive or first < _PATIENCE * self.budget_s:
+            start = self.clock()
+            runner()
+            once = self.clock() - start
         repeats = max(1, min(1000, math.ceil(_SHORTEST_SAMPLE / max(once, 1e-9))))
         measurement.samples.append(once)
         measurement.outcome = Outcome.TIMED
@@ -371,10 +404,7 @@ class _Race:
                 runner()
             measurement.samples.append((self.clock() - start) / repeats)
         except Exception as error:
-            self.error = self.error or error
-            measurement.outcome = Outcome.FAILED
-            measurement.message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            log.info("candidate %s failed while it was timed: %s", measurement.schedule, error)
+            self._failed(measurement, error)
             del self.alive[measurement.schedule]
 
     def _drop(self, *, beyond: float, keep: int) -> None:
