@@ -14,7 +14,7 @@ import pytest
 from reference import evaluate_kernel
 
 from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.kernels.loopy import Intent, import_loopy
+from pyop3_mlir.kernels.loopy import Intent, Part, import_loopy
 from pyop3_mlir.kernels.program import LocalKernel
 
 READ, INC, WRITE, UPDATE = Intent.READ, Intent.INC, Intent.WRITE, Intent.UPDATE
@@ -635,3 +635,37 @@ def test_reading_what_was_never_written_is_refused() -> None:
     )
     with pytest.raises(UnsupportedLoopError, match="before it is written"):
         import_loopy(unit, "kernel", [WRITE, READ])
+
+
+def test_arguments_in_parts() -> None:
+    """The fields of a mixed space are packed one after another but live in arrays of their own."""
+    unit = make(
+        ["{[i,j]: 0<=i,j<5}", "{[k,l]: 0<=k<3 and 0<=l<2}"],
+        """
+        for i, j
+            A[i, j] = A[i, j] + w[i]*w[j]
+        end
+        for k, l
+            A[k, 3 + l] = A[k, 3 + l] + 7*w[k]*w[3 + l]
+        end
+        """,
+        real("A", 5, 5),
+        real("w", 5),
+        seq_dependencies=True,
+    )
+    blocks = [Part((r, c), (m, n)) for r, m in ((0, 3), (3, 2)) for c, n in ((0, 3), (3, 2))]
+    fields = [Part((0,), (3,)), Part((3,), (2,))]
+    kernel = import_loopy(
+        unit, "kernel", [INC, READ], splits={0: ((5, 5), blocks), 1: ((5,), fields)}
+    )
+    assert [a.shape for a in kernel.arguments] == [(3, 3), (3, 2), (2, 3), (2, 2), (3,), (2,)]
+    w = np.random.default_rng(8).random((CELLS, 5))
+    zeros = [np.zeros((CELLS, *a.shape)) for a in kernel.arguments[:4]]
+    found = evaluate_kernel(kernel, [*zeros, w[:, :3], w[:, 3:]])
+    expected = w[:, :, None] * w[:, None, :]
+    expected[:, :3, 3:] *= 8
+    for argument, block in zip(kernel.arguments[:4], blocks, strict=True):
+        (r, c), (m, n) = block.start, block.shape
+        np.testing.assert_allclose(
+            found[argument].reshape(CELLS, m, n), expected[:, r : r + m, c : c + n], rtol=1e-14
+        )

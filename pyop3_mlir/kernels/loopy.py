@@ -50,7 +50,7 @@ from pyop3_mlir.kernels.program import (
     postorder,
 )
 
-__all__ = ["UNROLL_LIMIT", "Intent", "import_loopy"]
+__all__ = ["UNROLL_LIMIT", "Intent", "Part", "import_loopy"]
 
 UNROLL_LIMIT = 50_000
 """Instructions that may be executed symbolically before a kernel counts as too large to unroll."""
@@ -70,6 +70,22 @@ class Intent(enum.Enum):
     UPDATE = "UPDATE"
 
 
+@dataclass(frozen=True)
+class Part:
+    """A box of an argument that becomes an argument of its own (one field of a mixed space).
+
+    Attributes
+    ----------
+    start
+        First entry, in the shape that the whole is divided in.
+    shape
+        Extents of the box.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 def import_loopy(
     translation_unit: Any,
     name: str,
@@ -77,6 +93,7 @@ def import_loopy(
     *,
     kernel_name: str | None = None,
     value_dtype: Any = np.int32,
+    splits: Mapping[int, tuple[tuple[int, ...], Sequence[Part]]] | None = None,
 ) -> LocalKernel:
     """Import one kernel of a loopy translation unit.
 
@@ -93,6 +110,9 @@ def import_loopy(
         Name of the result, ``name`` where not given.
     value_dtype
         Type of value arguments (the layer number of an extruded mesh) that declare none.
+    splits
+        By number of the array argument: the shape in which to divide it, and its parts, which
+        cover it. They take its place among the arguments of the result.
 
     Returns
     -------
@@ -108,7 +128,9 @@ def import_loopy(
     """
     entry, callables = _entry(translation_unit, name)
     importer = _Importer(name, callables)
-    return importer.run(entry, list(intents), kernel_name or name, np.dtype(value_dtype))
+    return importer.run(
+        entry, list(intents), kernel_name or name, np.dtype(value_dtype), splits or {}
+    )
 
 
 def _entry(unit: Any, name: str) -> tuple[Any, Mapping[str, Any]]:
@@ -407,6 +429,7 @@ class _Importer:
         self.state: dict[str, _Value] = {}
         self.definitions: list[_Definition] = []
         self.sums: dict[Source, _Definition] = {}
+        self.wholes: dict[Source, tuple[int, ...]] = {}
         self.dims: list[Dim] = []
         self.scopes: list[_Scope] = []
         self.owner: object = object()
@@ -418,48 +441,168 @@ class _Importer:
         self.trees: dict[int, tuple[Any, tuple[_Loop | _Instruction, ...]]] = {}
 
     def run(
-        self, kernel: Any, intents: list[Intent], name: str, value_dtype: np.dtype[Any]
+        self,
+        kernel: Any,
+        intents: list[Intent],
+        name: str,
+        value_dtype: np.dtype[Any],
+        splits: Mapping[int, tuple[tuple[int, ...], Sequence[Part]]],
     ) -> LocalKernel:
         where = f"kernel {name}"
         arguments: list[KernelArgument] = []
-        outputs: list[tuple[KernelArgument, Intent]] = []
+        outputs: list[tuple[KernelArgument, Intent, list[tuple[KernelArgument, Part]]]] = []
         variables: dict[str, _View] = {}
-        remaining = iter(intents)
+        arrays = 0
         for formal in kernel.args:
-            shape = getattr(formal, "shape", ())
-            is_value = type(formal).__name__ == "ValueArg"
-            dtype = _dtype(formal.dtype)
-            if dtype is None:
-                if not is_value:
-                    raise UnsupportedLoopError(f"{where}: argument {formal.name} has no dtype")
-                dtype = value_dtype
-            try:
-                extents = () if is_value else tuple(int(e) for e in shape)
-            except (TypeError, ValueError):
-                raise UnsupportedLoopError(
-                    f"{where}: argument {formal.name} has shape {shape}, not one of constants"
-                ) from None
-            argument = KernelArgument(formal.name, extents, dtype)
-            arguments.append(argument)
-            variables[formal.name] = _View(formal.name, extents)
-            self.arrays[formal.name] = _Array(formal.name, extents, dtype)
-            intent = Intent.READ if is_value else next(remaining, None)
-            if intent is None:
-                raise UnsupportedLoopError(f"{where}: fewer intents than array arguments")
-            starts_at_zero = intent in (Intent.INC, Intent.WRITE)
-            self.state[formal.name] = _Zero(dtype) if starts_at_zero else _Stored(argument)
+            argument = self.formal(formal, value_dtype, where)
+            intent = Intent.READ
+            parts: list[tuple[KernelArgument, Part]] = []
+            whole: tuple[int, ...] = ()
+            if type(formal).__name__ != "ValueArg":
+                if arrays == len(intents):
+                    raise UnsupportedLoopError(f"{where}: fewer intents than array arguments")
+                intent = intents[arrays]
+                if arrays in splits:
+                    whole, boxes = splits[arrays]
+                    if math.prod(whole) != argument.size:
+                        raise UnsupportedLoopError(
+                            f"{where}: argument {formal.name} has shape {argument.shape}, what is "
+                            f"packed for it {whole}"
+                        )
+                    parts = [
+                        (KernelArgument(f"{formal.name}_{i}", part.shape, argument.dtype), part)
+                        for i, part in enumerate(boxes)
+                    ]
+                arrays += 1
+            arguments += [part for part, _ in parts] or [argument]
+            variables[formal.name] = _View(formal.name, argument.shape)
+            self.arrays[formal.name] = _Array(formal.name, argument.shape, argument.dtype)
+            value: _Value = _Stored(argument)
+            if intent in (Intent.INC, Intent.WRITE):
+                value = _Zero(argument.dtype)
+            elif parts:
+                value = self.joined(formal.name, argument, whole, parts)
+            self.state[formal.name] = value
             if intent is not Intent.READ:
-                outputs.append((argument, intent))
-        if next(remaining, None) is not None:
+                outputs.append((argument, intent, [(a, p) for a, p in parts]))
+                if parts:
+                    self.wholes[argument] = whole
+        if arrays != len(intents):
             raise UnsupportedLoopError(f"{where}: more intents than array arguments")
         self.call(kernel, variables, where, prefix="")
         pieces: list[_Piece] = []
-        whole: set[Source] = set()
-        for argument, intent in outputs:
-            pieces += self.pieces(argument)
+        replaced: set[Source] = set()
+        for argument, intent, parts in outputs:
+            found = self.pieces(argument)
+            if parts:
+                found = self.divided(argument, found, parts)
+            pieces += found
             if intent is not Intent.INC:
-                whole.add(argument)
-        return self.finish(name, arguments, pieces, whole)
+                replaced |= {part for part, _ in parts} or {argument}
+        return self.finish(name, arguments, pieces, replaced)
+
+    def formal(self, formal: Any, value_dtype: np.dtype[Any], where: str) -> KernelArgument:
+        is_value = type(formal).__name__ == "ValueArg"
+        dtype = _dtype(formal.dtype)
+        if dtype is None:
+            if not is_value:
+                raise UnsupportedLoopError(f"{where}: argument {formal.name} has no dtype")
+            dtype = value_dtype
+        try:
+            shape = () if is_value else tuple(int(e) for e in formal.shape)
+        except (TypeError, ValueError):
+            raise UnsupportedLoopError(
+                f"{where}: argument {formal.name} has shape {formal.shape}, not one of constants"
+            ) from None
+        return KernelArgument(formal.name, shape, dtype)
+
+    def joined(
+        self,
+        name: str,
+        argument: KernelArgument,
+        whole: tuple[int, ...],
+        parts: Sequence[tuple[KernelArgument, Part]],
+    ) -> _Value:
+        """The value of an argument that is given in parts."""
+        value: _Value | None = _Undefined(name, argument.dtype)
+        for source, part in parts:
+            dims = tuple(Dim(f"p{i}", extent) for i, extent in enumerate(part.shape))
+            at = tuple([IndexOf(dim) for dim in dims])
+            shifted = tuple(
+                [
+                    self.algebra.make("add", i, Scalar(start, INDEX))
+                    for i, start in zip(at, part.start, strict=True)
+                ]
+            )
+            subscripts = self.unflatten(self.flatten(shifted, whole), argument.shape)
+            value = _Update(value, dims, subscripts, Load(source, at), False)
+        assert value is not None
+        return value
+
+    def divided(
+        self,
+        argument: KernelArgument,
+        pieces: list[_Piece],
+        parts: Sequence[tuple[KernelArgument, Part]],
+    ) -> list[_Piece]:
+        """Pieces of ``argument`` as pieces of its parts."""
+        whole = self.wholes[argument]
+        owner = np.full(whole, -1)
+        for number, (_, part) in enumerate(parts):
+            owner[tuple(slice(b, b + n) for b, n in zip(part.start, part.shape, strict=True))] = (
+                number
+            )
+        found: list[_Piece] = []
+        for piece in pieces:
+            slots = self.positions((piece.slot,), piece.dims, (argument.size,))
+            assert slots is not None
+            numbers = np.unique(owner.reshape(-1)[slots])
+            if len(numbers) == 1 and numbers[0] >= 0:
+                found.append(self.within(piece, piece.slot, whole, *parts[int(numbers[0])]))
+                continue
+            # a piece that lies in several parts
+            inverse = _Update(None, piece.dims, (piece.slot,), self.settle(piece.value), False)
+            inside = np.zeros(argument.size, dtype=bool)
+            inside[slots] = True
+            for target, box in parts:
+                dims = tuple(Dim(f"p{i}", extent) for i, extent in enumerate(box.shape))
+                at = tuple([IndexOf(dim) for dim in dims])
+                shifted = tuple(
+                    [
+                        self.algebra.make("add", i, Scalar(start, INDEX))
+                        for i, start in zip(at, box.start, strict=True)
+                    ]
+                )
+                slot = self.flatten(shifted, whole)
+                located = self.locate(inverse, (slot,))
+                if located is None:
+                    raise UnsupportedLoopError(
+                        f"kernel {self.name}: cannot divide {argument.name} into its parts"
+                    )
+                condition, mapping = located
+                value = self.substitute(inverse.value, mapping)
+                if condition is not None:
+                    zero = Scalar(0, value.dtype)
+                    value = self.algebra.make("select", condition, value, zero)
+                found.append(_Piece(target, dims, self.flatten(at, box.shape), value))
+        return found
+
+    def within(
+        self,
+        piece: _Piece,
+        slot: Expr,
+        whole: tuple[int, ...],
+        part: KernelArgument,
+        box: Part,
+    ) -> _Piece:
+        at = self.unflatten(slot, whole)
+        local = tuple(
+            [
+                self.algebra.make("sub", i, Scalar(start, INDEX))
+                for i, start in zip(at, box.start, strict=True)
+            ]
+        )
+        return _Piece(part, piece.dims, self.flatten(local, box.shape), piece.value)
 
     # -----------------------------------------------------------------------------------------
     # kernels and instructions
