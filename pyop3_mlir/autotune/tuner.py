@@ -46,7 +46,9 @@ Runner = Callable[[], Arrays]
 # After so many rounds the slower half leaves, but for those that are nearer to the best than this:
 # the fewer samples, the less a difference means.
 _STAGES = ((1, 2.0), (3, 1.3), (7, 1.05), (15, 1.0))
-# After one run alone a candidate is only dropped where no noise explains the difference.
+# Before the rounds a candidate is only dropped where no noise explains the difference: where the
+# best of this many runs is so much slower than the best candidate's.
+_TRIES = 3
 _HOPELESS = 3.0
 # Shorter runs are repeated within a sample: the clock and the call's own cost would be measured.
 _SHORTEST_SAMPLE = 500e-6
@@ -365,10 +367,14 @@ class _Race:
         once = first
         # a first run may plan and touch pages for the first time; but where it is slow enough to
         # cost a share of the budget, another one is not worth it
-        if not self.alive or first < _PATIENCE * self.budget_s:
+        tries = _TRIES if not self.alive or first < _PATIENCE * self.budget_s else 0
+        limit = _HOPELESS * self.leader.seconds if self.alive else math.inf
+        while tries:
             start = self.clock()
             runner()
-            once = self.clock() - start
+            once = min(once, self.clock() - start)
+            # a process that was put aside for a moment looks hopeless as well
+            tries = tries - 1 if once > limit else 0
         repeats = max(1, min(1000, math.ceil(_SHORTEST_SAMPLE / max(once, 1e-9))))
         measurement.samples.append(once)
         measurement.outcome = Outcome.TIMED
