@@ -68,11 +68,9 @@ def zeros() -> arith.ConstantOp:
     return arith.ConstantOp(DenseIntOrFPElementsAttr.from_list(type_, [0.0] * W), type_)
 
 
-def export(name: str, layout: hal.PipelineLayoutAttr, workload: int = 0) -> hal.ExecutableExportOp:
+def export(name: str, layout: hal.PipelineLayoutAttr) -> hal.ExecutableExportOp:
     one = constant(1)
-    count = Block(
-        [one, hal.ReturnOp(one, one, one)], arg_types=[hal.DeviceType(), *[index] * workload]
-    )
+    count = Block([one, hal.ReturnOp(one, one, one)], arg_types=[hal.DeviceType()])
     return hal.ExecutableExportOp(name, layout, Region(count))
 
 
@@ -158,10 +156,8 @@ def kernel(layout: hal.PipelineLayoutAttr) -> func.FuncOp:
             scf.YieldOp(),
         ]
     )
-    block = Block(
-        [c0, c1, cw, n32, m32, n, m, idx, x, y, table, local]
-        + [scf.ForOp(c0, n.result, cw, [], Region(body)), func.ReturnOp()]
-    )
+    loop = scf.ForOp(c0, n.result, cw, [], Region(body))
+    block = Block([c0, c1, cw, n32, m32, n, m, idx, x, y, table, local, loop, func.ReturnOp()])
     function = func.FuncOp("k", FunctionType.from_lists([], []), Region(block))
     function.attributes["translation_info"] = codegen.TranslationInfoAttr(
         codegen.CPUPipelineAttr("Default")

@@ -181,8 +181,10 @@ def _forget_devices() -> None:
     """Start anew in a child process: threads and GPU contexts do not survive a fork."""
     global _lock
     _lock = threading.RLock()
+    for device in _devices.values():
+        # closing it would wait for threads that only the parent has
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(device.hal))
     _devices.clear()
-    vm_instance.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forget_devices)
