@@ -131,7 +131,7 @@ def test_slow_candidates_leave_early():
     bench = Bench(dict(zip(names, [1e-3, 1.5e-3, 2e-3, 100e-3], strict=True)))
     result = bench.tune()
     runs = [bench.runs.count(name) for name in names]
-    assert runs[3] == 4
+    assert runs[3] < 6  # 0.1 s each, and 2% of the budget for such candidates
     assert runs[0] > runs[2]
     dropped = {m.schedule for m in result.measurements if m.outcome is Outcome.DROPPED}
     assert names[3] in dropped

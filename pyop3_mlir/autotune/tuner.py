@@ -48,11 +48,11 @@ Runner = Callable[[], Arrays]
 _STAGES = ((1, 2.0), (3, 1.3), (7, 1.05), (15, 1.0))
 # Before the rounds a candidate is only dropped where no noise explains the difference: where the
 # best of this many runs is so much slower than the best candidate's.
-_TRIES = 3
+_TRIES = 20
 _HOPELESS = 3.0
 # Shorter runs are repeated within a sample: the clock and the call's own cost would be measured.
 _SHORTEST_SAMPLE = 500e-6
-# A first run that takes this share of the budget is not repeated.
+# Share of the budget that such runs of one candidate may take.
 _PATIENCE = 0.02
 # Share of the budget after which no more candidates are built.
 _BUILD_SHARE = 0.7
@@ -365,16 +365,21 @@ class _Race:
                 log.warning("candidate %s computes something else: %s", measurement.schedule, error)
                 return
         once = first
-        # a first run may plan and touch pages for the first time; but where it is slow enough to
-        # cost a share of the budget, another one is not worth it
-        tries = _TRIES if not self.alive or first < _PATIENCE * self.budget_s else 0
+        # a first run may plan and touch pages for the first time; but where runs are slow enough to
+        # cost a share of the budget, more of them are not worth it
+        patience = _PATIENCE * self.budget_s if self.alive else math.inf
         limit = _HOPELESS * self.leader.seconds if self.alive else math.inf
-        while tries:
+        spent = first
+        for _ in range(_TRIES):
+            if spent > patience:
+                break
             start = self.clock()
             runner()
-            once = min(once, self.clock() - start)
+            elapsed = self.clock() - start
+            once, spent = min(once, elapsed), spent + elapsed
             # a process that was put aside for a moment looks hopeless as well
-            tries = tries - 1 if once > limit else 0
+            if once <= limit:
+                break
         repeats = max(1, min(1000, math.ceil(_SHORTEST_SAMPLE / max(once, 1e-9))))
         measurement.samples.append(once)
         measurement.outcome = Outcome.TIMED
