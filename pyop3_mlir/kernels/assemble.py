@@ -49,10 +49,15 @@ DimSet = frozenset[Dim]
 _LARGEST_TABLE = 1 << 16
 """Scalars of a table that a constant sum may be folded to."""
 
+_LARGEST_EXPANSION = 1 << 14
+"""Scalars of the tables that multiplying out a sum may lead to: they should stay in a cache."""
+
 _COSTS = {"div": 8, "sqrt": 8, "floordiv": 8, "rem": 8, "cast": 0} | dict.fromkeys(
     ("neg", "select", "add", "sub", "mul", "min", "max", "abs", "real", "imag", "conj"), 1
 )
 """Costs of operations in units of one addition, roughly; 20 where not given."""
+
+_COMMUTATIVE = frozenset(("add", "mul", "min", "max", "eq", "ne", "and", "or"))
 
 _NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative,
@@ -104,6 +109,7 @@ class Builder:
         self._dims: dict[Expr, DimSet] = {}
         self._constant: dict[Expr, bool] = {}
         self._ranges: dict[Expr, tuple[int, int] | None] = {}
+        self._serials: dict[Expr, int] = {}
         self._varying: dict[Table, tuple[int, ...]] = {}
 
     # -- properties of expressions ------------------------------------------------------------
@@ -192,6 +198,12 @@ class Builder:
             if isinstance(node, Op) and node.dtype.kind in "fc"
         )
 
+    def _serial(self, node: Expr) -> int:
+        """Order of first appearance, with constants first."""
+        if isinstance(node, Scalar):
+            return -1
+        return self._serials.setdefault(node, len(self._serials))
+
     # -- expressions --------------------------------------------------------------------------
 
     def constant(self, values: Array, dims: Sequence[Dim]) -> Expr:
@@ -246,6 +258,9 @@ class Builder:
 
     def op(self, name: str, *children: Expr, dtype: Any = None) -> Expr:
         """An operation, simplified; constants are folded unless that makes them larger."""
+        if name in _COMMUTATIVE:
+            # a + b and b + a are the same expression
+            children = tuple(sorted(children, key=self._serial))
         simple = self._simplify(name, children, dtype)
         if simple is not None:
             return simple
@@ -498,11 +513,15 @@ class Builder:
             if self._points(dims) > _LARGEST_TABLE:
                 return None
             return self._product([*outer, self._sum_constants(constants, dims, over)])
-        if len(varying) > 1 or not constants or not isinstance(varying[0], Load):
+        if not constants:
             return None
+        if not isinstance(varying[0], Load):
+            return self._expand_constant(factors, over)
         load = varying[0]
         definition = self.definitions.get(load.source)
-        if definition is None or not definition.reductions or not _is_whole(load, definition):
+        if len(varying) > 1 or definition is None or not definition.reductions:
+            return None
+        if not _is_whole(load, definition):
             return None
         if set(definition.reductions) & set().union(*map(self.dims, constants)):
             return None
@@ -521,11 +540,66 @@ class Builder:
         summed = self.reduce(self._product([*rest, table]), definition.reductions)
         return self._product([*outer, summed])
 
+    def _expand_constant(self, factors: Sequence[Expr], over: tuple[Dim, ...]) -> Expr | None:
+        """The sum multiplied out, where that leaves constant sums and is less work; else None.
+
+        sum_q C[q, i] (T[q, j] a + S[q, j] b) is (sum_q C T)[i, j] a + (sum_q C S)[i, j] b: the
+        reference tensors of an affine element.
+        """
+        terms = self._expand(factors, frozenset(over), self._points(over))
+        if terms is None:
+            return None
+        grouped: dict[Expr | None, tuple[Expr | None, list[list[Expr]]]] = {}
+        for outer, tables in terms:
+            product = self._product(outer) if outer else None
+            grouped.setdefault(product, (product, []))[1].append(tables)
+        result: Expr | None = None
+        for product, sums in grouped.values():
+            total: Expr | None = None
+            for tables in sums:
+                dims = self.order(frozenset().union(*map(self.dims, tables)) - frozenset(over))
+                if self._points(dims) * len(terms) > _LARGEST_EXPANSION:
+                    return None
+                value = self._sum_constants(tables, dims, over)
+                total = value if total is None else self.op("add", total, value)
+            assert total is not None
+            if product is not None:
+                total = self._product([product, total])
+            result = total if result is None else self.op("add", result, total)
+        return result
+
+    def _expand(
+        self, factors: Sequence[Expr], over: DimSet, limit: int
+    ) -> list[tuple[list[Expr], list[Expr]]] | None:
+        """Products as sums of (data that does not depend on ``over``, constants that may)."""
+        found: list[tuple[list[Expr], list[Expr]]] = [([], [])]
+        for factor in factors:
+            if self.is_constant(factor):
+                options: list[tuple[list[Expr], list[Expr]]] = [([], [factor])]
+            elif not self.dims(factor) & over:
+                options = [([factor], [])]
+            else:
+                terms = _terms(factor)
+                if len(terms) < 2 or len(terms) * len(found) > limit:
+                    return None
+                options = []
+                for negative, term in terms:
+                    part = self._expand(self._factors(term, over), over, limit)
+                    if part is None:
+                        return None
+                    sign: list[Expr] = [Scalar(-1, term.dtype)] if negative else []
+                    options += [(outer, sign + tables) for outer, tables in part]
+            found = [(a + c, b + d) for a, b in found for c, d in options]
+            if len(found) > limit:
+                return None
+        return found
+
     def _sum_constants(
         self, constants: Sequence[Expr], dims: tuple[Dim, ...], over: tuple[Dim, ...]
     ) -> Expr:
         letters = {dim: k for k, dim in enumerate(dims + over)}
-        operands: list[Any] = []
+        # what the tables do not depend on is summed over all the same
+        operands: list[Any] = [np.ones([dim.extent for dim in over]), [letters[d] for d in over]]
         for constant in constants:
             own = self.order(self.dims(constant))
             operands += [self.evaluate(constant, own), [letters[dim] for dim in own]]

@@ -810,7 +810,7 @@ class _Translator:
         if tensor.shape[0] <= dense.CLOSED_FORM and len(fixed) == len(indices):
             if tensor not in self._closed:
                 self._closed[tensor] = self._closed_form(tensor)
-            return self._closed[tensor][tuple(fixed)]  # type: ignore[no-any-return]
+            return self._closed[tensor][tuple(fixed)]
         if tensor not in self._solved:
             self._solved[tensor] = self._eliminated(tensor)
         source, batch = self._solved[tensor]
