@@ -56,6 +56,7 @@ from pyop3_mlir.lowering.emit import (
     element_type,
     emit_bodies,
     load_cast,
+    local_type,
     storage_type,
     store_cast,
 )
@@ -282,7 +283,7 @@ class _Builder:
         """The pack of each entity, with the shape that the kernel gives it."""
         spec = self.of[argument]
         varying = spec.kind is not Kind.GLOBAL
-        element = element_type(argument.dtype)
+        element = local_type(argument.dtype)
         if not spec.access.gathers:
             zero = self.e.constant(np.zeros((), argument.dtype)[()], element)
             empty = self._empty(argument.shape, element, True)
@@ -309,7 +310,7 @@ class _Builder:
         if inside is not None:
             zero = e.constant(np.zeros((), argument.dtype)[()], stored)
             value = e.insert(arith.SelectOp(inside, value, zero))
-        e.insert(LinalgYieldOp(load_cast(e, value, argument.dtype)))
+        e.insert(LinalgYieldOp(value))
         out = self._empty(argument.shape, element, varying)
         inputs = []
         if varying:
@@ -342,15 +343,14 @@ class _Builder:
                 operands[load] = (self.values[load.source], affine)
         inputs = list(operands.values())
         inputs += self._extents(dims[len(statement.dims) :], number, rank, inputs)
-        elements = [element_type(result.dtype) for result in statement.results]
+        elements = [local_type(result.dtype) for result in statement.results]
         body = Block(
             arg_types=[v.type.element_type for v, _ in inputs] + elements  # type: ignore[attr-defined]
         )
         e = Emitter(body)
         given: dict[Expr, SSAValue] = {}
         for load, argument in zip(operands, body.args, strict=False):
-            table = isinstance(load.source, Table)
-            given[load] = load_cast(e, argument, load.dtype) if table else argument
+            given[load] = _loaded(e, load.source, argument)
 
         def leaf(node: Expr, values: Mapping[Expr, SSAValue]) -> SSAValue | None:
             if isinstance(node, IndexOf):
@@ -362,13 +362,22 @@ class _Builder:
             if self.varying[node.source]:
                 indices.append(e.insert(LinalgIndexOp(rank - 1)))
             value = e.insert(tensor.ExtractOp(source, indices, storage_of(node.source)))
-            return load_cast(e, value, node.dtype) if isinstance(node.source, Table) else value
+            return _loaded(e, node.source, value)
 
         values = emit_bodies(e, statement.bodies, leaf, given)
         if statement.reductions:
-            carried = body.args[len(inputs) :]
+            carried = [
+                _loaded(e, result, argument)
+                for result, argument in zip(
+                    statement.results, body.args[len(inputs) :], strict=True
+                )
+            ]
             values = [_sum(e, c, v) for c, v in zip(carried, values, strict=True)]
-        e.insert(LinalgYieldOp(*values))
+        e.insert(
+            LinalgYieldOp(
+                *(_local(e, r, value) for r, value in zip(statement.results, values, strict=True))
+            )
+        )
         outputs = []
         for result, element in zip(statement.results, elements, strict=True):
             out = self._empty(result.shape, element, varying)
@@ -481,6 +490,7 @@ class _Builder:
                     where.append(k)
                 element = value.type.element_type  # type: ignore[attr-defined]
                 new = e.insert(tensor.ExtractOp(value, where, element))
+                new = _loaded(e, output.value, new)
 
                 def store(inner: Emitter) -> SSAValue:
                     return _combine(inner, spec, output.argument.dtype, y, inner.index(at), new)
@@ -568,7 +578,19 @@ def storage_of(source: Source) -> Attribute:
     """The element type of the tensor that holds a source."""
     if isinstance(source, Table):
         return storage_type(source.dtype)
-    return element_type(source.dtype)
+    return local_type(source.dtype)
+
+
+def _loaded(e: Emitter, source: Source, value: SSAValue) -> SSAValue:
+    """An entry of a source, which is of type :func:`storage_of`, as bodies work on it."""
+    if source.dtype.kind == "b" and not isinstance(source, Table):
+        return value
+    return load_cast(e, value, source.dtype)
+
+
+def _local(e: Emitter, source: Source, value: SSAValue) -> SSAValue:
+    """The reverse of :func:`_loaded` for temporaries."""
+    return value if source.dtype.kind == "b" else store_cast(e, value, source.dtype)
 
 
 def _sum(e: Emitter, carried: SSAValue, value: SSAValue) -> SSAValue:

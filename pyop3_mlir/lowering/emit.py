@@ -74,6 +74,14 @@ def storage_type(dtype: np.dtype[Any]) -> Attribute:
     return element_type(dtype)
 
 
+def local_type(dtype: np.dtype[Any]) -> Attribute:
+    """The type of a scalar of this dtype in a local tensor; ``int64`` is ``i64``.
+
+    IREE 3.13 crashes on stack memory of ``index``, whose width it does not know.
+    """
+    return i64 if dtype.kind in "iu" and dtype.itemsize == 8 else element_type(dtype)
+
+
 class Emitter:
     """Inserts operations at one place, with folding of index arithmetic.
 
