@@ -132,7 +132,7 @@ class Mesh:
     def nodes(self) -> npt.NDArray[np.int32]:
         """``int32[n, nodes of a cell]``, in FIAT's order of the basis functions.
 
-        Nodes have numbers of their own, also those at vertices.
+        At degree 1 these are the cells' vertices; nodes of higher degree have numbers of their own.
         """
         return self._numbering[0]
 
@@ -143,6 +143,9 @@ class Mesh:
 
     @cached_property
     def _numbering(self) -> tuple[npt.NDArray[np.int32], int]:
+        if self.degree == 1:
+            # one map serves coordinates and P1, as in Firedrake
+            return self.cells, len(self.points)
         columns: list[npt.NDArray[np.int64]] = []
         count = 0
         for dim, per_entity in enumerate(_nodes_per_entity(self.dimension, self.degree)):

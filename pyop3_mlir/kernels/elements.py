@@ -26,6 +26,7 @@ import numpy.typing as npt
 from FIAT.reference_element import ufc_simplex
 from gem.impero_utils import preprocess_gem
 from gem.node import Memoizer
+from gem.optimise import constant_fold_zero, ffc_rounding, unroll_indexsum
 
 from pyop3_mlir.kernels.program import LocalKernel
 
@@ -178,7 +179,7 @@ def expressions(
         action = _mass_action if form == "mass" else _laplace_action
         assignments = action(space, geometry)
 
-    values = preprocess_gem([value for _, value in assignments])
+    values = _simplify([value for _, value in assignments], space.points.indices)
     if kind != np.dtype(np.float64):
         values = _literals_as(values, kind)
     suffix = {0: "functional", 1: "vector" if form == "source" else "action", 2: "matrix"}[rank]
@@ -205,6 +206,9 @@ def _lagrange(cell: str, degree: int) -> Any:
 
 Assignments = list[tuple[Any, Any]]
 
+UNROLL = 3
+"""Sums of at most this many terms are written out, but for those over quadrature points."""
+
 
 class _Space:
     """Basis functions tabulated at quadrature points.
@@ -226,7 +230,9 @@ class _Space:
         self.rule = make_quadrature(ufc_simplex(self.dimension), quadrature_degree)
         self.points = self.rule.point_set
         self.weight = self.rule.weight_expression
-        self._tables = self.element.basis_evaluation(1, self.points)
+        tables = self.element.basis_evaluation(1, self.points)
+        # FIAT's rounding errors in entries like 0, 1 and 0.5 would hide that terms vanish
+        self._tables = {alpha: ffc_rounding(table, 1e-14) for alpha, table in tables.items()}
 
     def index(self) -> Any:
         """Make a new index over the basis functions."""
@@ -246,6 +252,11 @@ class _Space:
     def integrate(self, integrand: Any) -> Any:
         """Sum over the quadrature points."""
         return gem.IndexSum(integrand, self.points.indices)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether there is only one quadrature point."""
+        return len(self.points.points) == 1
 
     def arrays(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
         """Weights ``[q]``, values ``[nb, q]`` and derivatives ``[D, nb, q]`` as numbers."""
@@ -329,12 +340,19 @@ def _laplace_action(space: _Space, geometry: _Geometry) -> Assignments:
     j, w = _coefficient(space)
     i = space.index()
     gradient = [gem.IndexSum(d * w, (j,)) for d in space.derivatives(j)]
-    flux = [
-        space.weight * _sum(row[b] * gradient[b] for b in range(space.dimension))
-        for row in geometry.metric
-    ]
+    flux = [space.weight * f for f in _raise(geometry, gradient, space.is_constant)]
     integrand = _sum(d * f for d, f in zip(space.derivatives(i), flux, strict=True))
     return [(_output((space.size,), (i,)), space.integrate(integrand))]
+
+
+def _raise(geometry: _Geometry, gradient: list[Any], once: bool) -> list[Any]:
+    """Apply ``|det J| K K^T``: at one point the two factors, at more their product."""
+    axes = range(geometry.dimension)
+    if not once:
+        return [_sum(row[b] * gradient[b] for b in axes) for row in geometry.metric]
+    adj = geometry.adjugate
+    physical = [_sum(gradient[a] * adj[a][d] for a in axes) for d in axes]
+    return [geometry.inverse_scale * _sum(physical[d] * adj[a][d] for d in axes) for a in axes]
 
 
 def _elasticity_action(
@@ -459,6 +477,16 @@ def _contract(
     table = gem.Literal(np.stack(tables, axis=-1))
     vector = gem.ListTensor(np.array(factors, dtype=object))
     return gem.IndexSum(gem.Indexed(table, (*indices, s)) * gem.Indexed(vector, (s,)), (s,))
+
+
+def _simplify(roots: Sequence[Any], quadrature: tuple[Any, ...]) -> list[Any]:
+    """Unroll short sums and drop what is multiplied by zero, with TSFC's defaults."""
+
+    def is_short(index: Any) -> bool:
+        return index.extent <= UNROLL and index not in quadrature
+
+    simplified = unroll_indexsum(preprocess_gem(roots), predicate=is_short)
+    return list(preprocess_gem(constant_fold_zero(simplified)))
 
 
 def _literals_as(roots: Sequence[Any], kind: np.dtype[Any]) -> list[Any]:
