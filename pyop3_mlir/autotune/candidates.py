@@ -241,7 +241,7 @@ def candidates(
         found += [replace(base, batching="blocked", width=w, tile=t) for w, t in shapes]
         # how contributions are summed hardly depends on W and T: one shape tells; and one thread
         # gains nothing from strategies that let several work
-        where = 2 if traits.threads > 1 else 8
+        where = 1 if traits.threads > 1 else 3
         found[where:where] = [replace(base, strategy=name) for name in others]
     return list(dict.fromkeys([*found, *flat]))
 
