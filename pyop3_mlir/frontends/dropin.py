@@ -1,0 +1,423 @@
+"""Run PyOP2's loops on the engine, under an unmodified program.
+
+:func:`attach` replaces one method, ``pyop2.parloop.Parloop._compute``; halo exchanges, reductions,
+local to global maps and data versions stay PyOP2's. A loop that cannot be read, lowered or compiled
+runs through the original method, and says once why. :func:`detach` puts everything back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
+from pyop3_mlir.options import Options
+
+__all__ = ["Backend", "Entry", "VerificationError", "attach", "attached", "detach"]
+
+log = logging.getLogger(__name__)
+
+HOT_CALLS = 8
+HOT_SECONDS = 1.0
+"""A loop is hot, and is tuned, after this many calls that took this long together."""
+
+
+class VerificationError(Pyop3MlirError, AssertionError):
+    """The engine's result differs from PyOP2's (only looked for with the setting ``verify``)."""
+
+
+@dataclass
+class Entry:
+    """A line of the report: all loops with one kernel.
+
+    Attributes
+    ----------
+    name
+        Of the kernel.
+    calls
+        How often such a loop ran, by either engine.
+    lowered
+        Of them, by this one.
+    strategy
+        The schedule, or empty.
+    reason
+        Why this schedule, or why the original code ran.
+    seconds
+        Time in the loop's body, both engines together, compilation not included.
+    """
+
+    name: str
+    calls: int = 0
+    lowered: int = 0
+    strategy: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--report``."""
+        return {
+            "name": self.name,
+            "calls": self.calls,
+            "lowered": self.lowered,
+            "strategy": self.strategy,
+            "reason": self.reason,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(eq=False)
+class _Bound:
+    """A loop bound to its data, kept with the PyOP2 loop it was made for."""
+
+    backend: Backend
+    entry: Entry
+    data: tuple[Any, ...]
+    lgmaps: tuple[int, ...]
+    keep: tuple[Any, ...] = ()
+    reading: Any = None
+    call: Callable[[int, int], None] | None = None
+    calls: int = 0
+    seconds: float = 0.0
+    tuned: bool = False
+
+
+class Backend:
+    """The engine as PyOP2 sees it.
+
+    Parameters
+    ----------
+    options
+        Settings for all loops.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.entries: dict[str, Entry] = {}
+        self.original: Any = None
+        self._importers: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
+        self._failed: set[str] = set()
+
+    # -----------------------------------------------------------------------------------------
+    # in and out
+
+    def attach(self) -> None:
+        """Replace PyOP2's method."""
+        import sys
+
+        import pyop2  # noqa: F401
+
+        module = sys.modules["pyop2.parloop"]
+        parloop: Any = module.Parloop  # pyop2.parloop itself is hidden by a function of that name
+        self.original = parloop._compute
+        backend = self
+
+        @functools.wraps(self.original)
+        def _compute(loop: Any, part: Any) -> None:
+            backend.compute(loop, part)
+
+        self._replace(parloop, "_compute", _compute)
+        self._align()
+        from pyop3_mlir.frontends import tsfc
+
+        importer = tsfc.side_channel(self._replace)
+        if importer is not None:
+            self._importers.append(importer)
+
+    def detach(self) -> None:
+        """Put back what was replaced."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> Any:
+        """Set an attribute until :meth:`detach`; returns what it was."""
+        own = name in vars(owner)
+        old = getattr(owner, name)
+
+        def undo() -> None:
+            if own:
+                setattr(owner, name, old)
+            else:
+                delattr(owner, name)
+
+        setattr(owner, name, value)
+        self._undo.append(undo)
+        return old
+
+    def _align(self) -> None:
+        """Let new Dats have memory that devices on the host share without copies."""
+        from pyop2.types.data_carrier import EmptyDataMixin
+
+        from pyop3_mlir.runtime.executable import aligned_empty
+
+        def _data(carrier: Any) -> npt.NDArray[Any]:
+            if not carrier._is_allocated:
+                array = aligned_empty(carrier.shape, carrier._dtype)
+                array[...] = 0
+                carrier._numpy_data = array
+            found: npt.NDArray[Any] = carrier._numpy_data
+            return found
+
+        property_ = functools.cached_property(_data)
+        property_.__set_name__(EmptyDataMixin, "_data")
+        self._replace_raw(EmptyDataMixin, "_data", property_)
+
+    def _replace_raw(self, owner: Any, name: str, value: Any) -> None:
+        old = vars(owner)[name]
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, old))
+
+    # -----------------------------------------------------------------------------------------
+    # loops
+
+    def compute(self, loop: Any, part: Any) -> None:
+        """What ``Parloop._compute`` does while attached."""
+        bound = loop.__dict__.get("_pyop3_mlir")
+        if bound is None or bound.backend is not self or not self._fits(bound, loop):
+            bound = self._prepare(loop)
+            loop.__dict__["_pyop3_mlir"] = bound
+        entry = bound.entry
+        first = part is loop.iterset.core_part
+        if first:
+            entry.calls += 1
+        if bound.call is None:
+            started = time.perf_counter()
+            self.original(loop, part)
+            entry.seconds += time.perf_counter() - started
+            return
+        if first:
+            entry.lowered += 1
+            bound.calls += 1
+            if not bound.tuned and bound.calls > HOT_CALLS:
+                self._tune(bound, loop)
+        if self.options.verify:
+            self._verify(bound, loop, part)
+            return
+        self._run(bound, loop, part)
+
+    def _run(self, bound: _Bound, loop: Any, part: Any) -> None:
+        from petsc4py import PETSc
+
+        with loop._compute_event():
+            PETSc.Log.logFlops(part.size * loop.num_flops)
+            start, stop = bound.reading.range(part)
+            if start == stop:
+                return
+            started = time.perf_counter()
+            bound.reading.run(bound.call, start, stop)
+            seconds = time.perf_counter() - started
+        bound.seconds += seconds
+        bound.entry.seconds += seconds
+
+    def _fits(self, bound: _Bound, loop: Any) -> bool:
+        """Whether the data is still what the loop was bound to."""
+        for old, argument in zip(bound.data, loop.arguments, strict=True):
+            if old is not argument.data:
+                return False
+        if bound.lgmaps and bound.lgmaps != _lgmaps(loop)[0]:
+            return False
+        return bound.reading is None or all(m.current() for m in bound.reading.matrices)
+
+    def _prepare(self, loop: Any) -> _Bound:
+        data = tuple(a.data for a in loop.arguments)
+        lgmaps, keep = _lgmaps(loop)
+        name = loop.local_kernel.name
+        entry = self._entry(loop)
+        bound = _Bound(self, entry, data, lgmaps, keep)
+        reason = ""
+        try:
+            bound.reading = self._read(loop)
+            compiled = self._compile(bound.reading)
+            bound.call = compiled
+            entry.strategy = str(compiled.schedule)
+            entry.reason = compiled.reason
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, UnsupportedLoopError):
+                log.debug("loop %s", name, exc_info=True)
+                reason = f"{type(error).__name__}: {reason}"
+        if loop.comm.size > 1:
+            # the original code is compiled collectively: all processes take it, or none
+            from mpi4py import MPI
+
+            if loop.comm.allreduce(int(bool(reason)), op=MPI.MAX) and not reason:
+                reason = "another process cannot lower it"
+        if reason:
+            bound.call = None
+            bound.reading = None
+            entry.reason = reason.splitlines()[0]
+            if entry.name not in self._failed:
+                self._failed.add(entry.name)
+                log.warning("loop %s runs through PyOP2: %s", name, entry.reason)
+        return bound
+
+    def _entry(self, loop: Any) -> Entry:
+        name = loop.local_kernel.name
+        key = f"{name} {loop.local_kernel._immutable_cache_key[:8]}"
+        found = self.entries.get(key)
+        if found is None:
+            found = self.entries[key] = Entry(name)
+        return found
+
+    def _read(self, loop: Any) -> Any:
+        from pyop3_mlir.frontends.pyop2 import read_parloop
+
+        return read_parloop(loop, self._importers)
+
+    def _compile(self, reading: Any, tune: bool = False) -> Any:
+        from pyop3_mlir import engine
+
+        options = self.options
+        if reading.elements:
+            options = replace(options, strategy="in_order")
+        if not tune and options.tune == "cached":
+            # what is remembered is used, nothing is measured before the loop is hot
+            options = replace(options, tune_budget=0.0)
+        elif not tune:
+            options = replace(options, tune="off")
+        return engine.compile(reading.parloop, options=options)
+
+    def _tune(self, bound: _Bound, loop: Any) -> None:
+        """Choose the schedule of a hot loop by measurement."""
+        hot = bound.seconds > HOT_SECONDS
+        if loop.comm.size > 1:
+            from mpi4py import MPI
+
+            # all at the same call, so that none waits for another's measurements twice
+            if bound.calls & (bound.calls - 1):
+                return
+            hot = loop.comm.allreduce(hot, op=MPI.LOR)
+        if not hot or self.options.tune == "off":
+            return
+        bound.tuned = True
+        try:
+            compiled = self._compile(bound.reading, tune=True)
+        except Exception as error:
+            log.warning("loop %s is not tuned: %s", bound.entry.name, error)
+            return
+        bound.call = compiled
+        bound.entry.strategy = str(compiled.schedule)
+        bound.entry.reason = compiled.reason
+
+    # -----------------------------------------------------------------------------------------
+    # verification
+
+    def _verify(self, bound: _Bound, loop: Any, part: Any) -> None:
+        """Run both engines on the same data, compare, and keep PyOP2's result."""
+        written = [
+            (argument.name, argument.buffer)
+            for argument in bound.reading.parloop.arguments
+            if argument.access.writes
+        ]
+        if bound.reading.elements:
+            # their entries may wait for another process: nothing to compare with
+            self._run(bound, loop, part)
+            return
+        before = [buffer.copy() for _, buffer in written]
+        self._run(bound, loop, part)
+        ours = [buffer.copy() for _, buffer in written]
+        for (_, buffer), old in zip(written, before, strict=True):
+            buffer[...] = old
+        self.original(loop, part)
+        for (name, buffer), found, old in zip(written, ours, before, strict=True):
+            compare(f"loop {bound.entry.name}, argument {name}", found, buffer, old)
+
+
+def compare(
+    where: str,
+    found: npt.NDArray[Any],
+    expected: npt.NDArray[Any],
+    before: npt.NDArray[Any],
+) -> None:
+    """Raise :class:`VerificationError` unless two results agree to rounding.
+
+    The largest difference may be 1e-12 (single precision: 1e-5) of the largest value that takes part.
+    """
+    if not found.size:
+        return
+    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    difference = np.where(same, 0, np.abs(found - expected))
+    if found.dtype.kind in "iu":
+        tolerance, scale = 0.0, 1.0
+    else:
+        tolerance = 1e-12 if np.finfo(found.dtype).precision > 10 else 1e-5
+        finite = [np.abs(a[np.isfinite(a)]) for a in (expected, before)]
+        scale = max((float(a.max()) for a in finite if a.size), default=0.0)
+    worst = float(np.nanmax(difference)) if difference.size else 0.0
+    if np.isnan(difference).any() or worst > tolerance * scale:
+        at = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
+        raise VerificationError(
+            f"{where}: entry {at} is {found[at]!r}, PyOP2 has {expected[at]!r}; the difference "
+            f"{worst:.3g} is more than {tolerance:g} of {scale:.3g}"
+        )
+
+
+def _lgmaps(loop: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Identities of the local to global maps in force, and the maps, to be kept alive."""
+    if not loop._has_mats:
+        return (), ()
+    found = []
+    for argument in loop.arguments:
+        if hasattr(argument, "lgmaps"):
+            for block in argument.data:
+                if block.handle.getType() not in ("python", "is"):
+                    found += list(block.handle.getLGMap())
+    return tuple(m.handle for m in found), tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------
+
+_backends: list[Backend] = []
+
+
+def attach(options: Options | None = None) -> Backend:
+    """Run PyOP2's loops on the engine from now on; calls nest.
+
+    Parameters
+    ----------
+    options
+        Settings; looked up where not given.
+
+    Raises
+    ------
+    ImportError
+        Where PyOP2 is not installed.
+    """
+    backend = Backend(options or Options.resolve())
+    backend.attach()
+    _backends.append(backend)
+    return backend
+
+
+def detach(backend: Backend | None = None) -> None:
+    """Undo the latest :func:`attach`, or that of ``backend``.
+
+    Raises
+    ------
+    RuntimeError
+        Where it is not attached.
+    """
+    if not _backends or (backend is not None and backend not in _backends):
+        raise RuntimeError("the back end is not attached")
+    target = backend or _backends[-1]
+    # what was attached later is put back on top
+    above = []
+    while _backends[-1] is not target:
+        above.append(_backends.pop())
+        above[-1].detach()
+    _backends.pop().detach()
+    for other in reversed(above):
+        other.attach()
+        _backends.append(other)
+
+
+def attached() -> Backend | None:
+    """The back end in force, or None."""
+    return _backends[-1] if _backends else None

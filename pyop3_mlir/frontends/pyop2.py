@@ -1,0 +1,937 @@
+"""Read PyOP2's parallel loops.
+
+:func:`read_parloop` turns a ``pyop2.parloop.Parloop`` into a
+:class:`~pyop3_mlir.parloop.Parloop` on the same memory and changes nothing in it. What that costs is
+paid once: local kernels, index tables and positions in matrices are kept with the PyOP2 objects that
+they were made from.
+
+PyOP2's own meaning of a loop is in ``pyop2/codegen/builder.py``: which packs start at zero, how
+maps are permuted, composed and extruded, and which layers a region visits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.frontends.petsc import MatrixValues, nonzero_state
+from pyop3_mlir.kernels.loopy import Intent, Part, import_loopy
+from pyop3_mlir.kernels.program import Load, LocalKernel, postorder
+from pyop3_mlir.parloop import (
+    INC,
+    MAX,
+    MIN,
+    READ,
+    RW,
+    WRITE,
+    Access,
+    Argument,
+    IndexTable,
+    IterationSet,
+    Kind,
+    Parloop,
+)
+
+__all__ = ["Reading", "plan_for", "read_parloop"]
+
+Array = npt.NDArray[Any]
+Importer = Callable[[Any, Sequence[Intent]], "LocalKernel | None"]
+
+
+def read_parloop(loop: Any, importers: Sequence[Importer] = ()) -> Reading:
+    """Read a PyOP2 loop.
+
+    Parameters
+    ----------
+    loop
+        A ``pyop2.parloop.Parloop``. It may be read before or while it runs; matrices are read with
+        the local to global maps that they have at that moment.
+    importers
+        Called with the local kernel and its intents, before the loopy importer is; the first that
+        does not return None gives the kernel.
+
+    Returns
+    -------
+    Reading
+        The loop, and how PyOP2's parts of the iteration set map to its iterations.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where the loop has something that cannot be lowered: the message says what.
+    """
+    return plan_for(loop, importers).bind(loop)
+
+
+# ---------------------------------------------------------------------------------------------
+# Iteration
+
+
+@dataclass(frozen=True, eq=False)
+class Iteration:
+    """The entities that a loop visits, with the layers of an extruded mesh flattened.
+
+    Attributes
+    ----------
+    iteration_set
+        For our loop.
+    starts
+        First iteration of each column, ``[columns + 1]``, or None where there are no layers.
+    columns, level, layers, layer
+        For each iteration its column, the layer counted from the bottom, the number of layers of
+        the column and the layer's own number; None where there are no layers.
+    facets
+        2 where an iteration is a horizontal facet and sees the cell below and the one above it.
+    """
+
+    iteration_set: IterationSet
+    starts: npt.NDArray[np.int64] | None = None
+    columns: npt.NDArray[np.int32] | None = None
+    level: npt.NDArray[np.int32] | None = None
+    layers: npt.NDArray[np.int32] | None = None
+    layer: npt.NDArray[np.int32] | None = None
+    facets: int = 1
+    periodic: bool = False
+
+    def range(self, part: Any) -> tuple[int, int]:
+        """Our iterations of a part of PyOP2's iteration set."""
+        start, stop = part.offset, part.offset + part.size
+        if self.starts is not None:
+            return int(self.starts[start]), int(self.starts[stop])
+        return start, stop
+
+
+def _identity_cache(owner: Any) -> dict[Any, Any]:
+    """A dictionary that lives as long as ``owner``.
+
+    Not a ``WeakKeyDictionary``: PyOP2's sets compare equal where they are not the same.
+    """
+    found: dict[Any, Any] | None = owner.__dict__.get("_pyop3_mlir_cache")
+    if found is None:
+        found = owner.__dict__["_pyop3_mlir_cache"] = {}
+    return found
+
+
+def iteration_of(loop: Any) -> Iteration:
+    """What a loop iterates over."""
+    kernel, iterset = loop.global_kernel, loop.iterset
+    region = kernel._iteration_region if kernel._extruded else None
+    cache = _identity_cache(iterset)
+    key = ("iteration", None if region is None else str(region))
+    if key not in cache:
+        cache[key] = _make_iteration(iterset, kernel, region)
+    found: Iteration = cache[key]
+    return found
+
+
+def _make_iteration(iterset: Any, kernel: Any, region: Any) -> Iteration:
+    indices = np.asarray(iterset.indices, dtype=np.int32) if kernel._subset else None
+    name = iterset.name
+    if not kernel._extruded:
+        return Iteration(
+            IterationSet(
+                iterset.total_size,
+                core=iterset.core_size,
+                owned=iterset.size,
+                entities=indices,
+                name=name,
+            )
+        )
+    from pyop2.types import IterationRegion
+
+    superset = iterset.superset if kernel._subset else iterset
+    owned = iterset.size
+    columns = indices[:owned] if indices is not None else np.arange(owned, dtype=np.int32)
+    bounds = superset.layers_array
+    bounds = np.broadcast_to(bounds, (owned, 2)) if kernel._constant_layers else bounds[columns]
+    bottom, top = bounds[:, 0].astype(np.int64), bounds[:, 1].astype(np.int64) - 1
+    first, last = bottom, top
+    if region == IterationRegion.BOTTOM:
+        last = bottom + 1
+    elif region == IterationRegion.TOP:
+        first = top - 1
+    elif region == IterationRegion.INTERIOR_FACETS and not kernel._extruded_periodic:
+        last = top - 1
+    elif region not in (None, IterationRegion.ALL, IterationRegion.INTERIOR_FACETS):
+        raise UnsupportedLoopError(f"iteration region {region}")
+    counts = np.maximum(last - first, 0)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    position = np.repeat(np.arange(owned), counts)
+    within = np.arange(starts[-1]) - starts[position]
+    level = within + (first - bottom)[position]
+    return Iteration(
+        IterationSet(
+            int(starts[-1]), core=int(starts[iterset.core_size]), owned=int(starts[-1]), name=name
+        ),
+        starts=starts,
+        columns=columns[position].astype(np.int32),
+        level=level.astype(np.int32),
+        layers=(top - bottom)[position].astype(np.int32),
+        layer=(level + bottom[position]).astype(np.int32),
+        facets=2 if region == IterationRegion.INTERIOR_FACETS else 1,
+        periodic=bool(kernel._extruded_periodic),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Maps
+
+
+def _map_key(map_: Any) -> tuple[Any, ...]:
+    """What a map is made of: maps that hold values, by identity, and permutations."""
+    from pyop2.types.map import ComposedMap, PermutedMap
+
+    if isinstance(map_, PermutedMap):
+        return ("permuted", _map_key(map_.map_), map_.permutation.tobytes())
+    if isinstance(map_, ComposedMap):
+        return ("composed", *(_map_key(m) for m in map_.maps_))
+    return ("map", id(map_), id(map_._values))
+
+
+def _holders(map_: Any) -> Iterator[Any]:
+    """The maps that hold values below ``map_``."""
+    from pyop2.types.map import ComposedMap, PermutedMap
+
+    if isinstance(map_, PermutedMap):
+        yield from _holders(map_.map_)
+    elif isinstance(map_, ComposedMap):
+        for m in map_.maps_:
+            yield from _holders(m)
+    else:
+        yield map_
+
+
+def _map_values(map_: Any) -> tuple[Array, Array | None, Array | None]:
+    """Values ``[entities, arity]`` of a map on the base mesh, offsets and quotients by position."""
+    from pyop2.types.map import ComposedMap, PermutedMap
+
+    if isinstance(map_, PermutedMap):
+        values, offset, quotient = _map_values(map_.map_)
+        order = map_.permutation
+        return (
+            values[:, order],
+            None if offset is None else offset[order],
+            None if quotient is None else quotient[order],
+        )
+    if isinstance(map_, ComposedMap):
+        first, *others = map_.maps_
+        values, offset, quotient = _map_values(first)
+        entities: Array | None = None
+        for other in reversed(others):
+            step = _map_values(other)[0][:, 0]
+            entities = step if entities is None else _through(step, entities)
+        if entities is not None:
+            values = _through(values, entities)
+        return values, offset, quotient
+    return map_.values_with_halo, map_.offset, map_.offset_quotient
+
+
+def _through(values: Array, entities: Array) -> Array:
+    """``values[entities]``, -1 where an entity is not defined."""
+    found = values[np.maximum(entities, 0)]
+    found[entities < 0] = -1
+    return found
+
+
+def index_table(map_: Any, iteration: Iteration, bound: int) -> IndexTable:
+    """The composed table of a map for an iteration, kept with the map."""
+    holders = tuple(_holders(map_))
+    cache = _identity_cache(holders[0])
+    key = ("table", _map_key(map_), None if iteration.columns is None else id(iteration), bound)
+    found = cache.get(key)
+    if found is not None:
+        others, kept, table = found
+        same = all(ref() is m for ref, m in zip(others, holders[1:], strict=True))
+        if same and (kept is None or kept is iteration):
+            result: IndexTable = table
+            return result
+    table = _make_table(map_, iteration, bound)
+    kept = None if iteration.columns is None else iteration
+    cache[key] = (tuple(weakref.ref(m) for m in holders[1:]), kept, table)
+    return table
+
+
+def _make_table(map_: Any, iteration: Iteration, bound: int) -> IndexTable:
+    values, offset, quotient = _map_values(map_)
+    if iteration.columns is not None:
+        values = _extrude(values, offset, quotient, iteration, map_.name)
+    negative = bool(values.size and values.min() < 0)
+    if negative:
+        # any negative number stands for "nowhere"
+        values = np.maximum(values, -1)
+    return IndexTable(values, bound, allow_negative=negative, name=str(map_.name))
+
+
+def _extrude(
+    values: Array, offset: Array | None, quotient: Array | None, iteration: Iteration, name: str
+) -> Array:
+    assert iteration.columns is not None
+    assert iteration.level is not None
+    assert iteration.layers is not None
+    base = values[iteration.columns]
+    if offset is None:
+        if iteration.facets > 1:
+            raise UnsupportedLoopError(f"map {name} has no offsets, but the loop is over facets")
+        return base
+    pieces = []
+    for facet in range(iteration.facets):
+        step = (iteration.level + facet)[:, None]
+        layers = iteration.layers[:, None]
+        if iteration.periodic:
+            if quotient is None:
+                step = _remainder(step, layers)
+            else:
+                step = _remainder(step + quotient, layers) - _remainder(quotient[None, :], layers)
+        moved = base + offset * step
+        pieces.append(np.where(base < 0, -1, moved) if base.size and base.min() < 0 else moved)
+    return np.ascontiguousarray(np.concatenate(pieces, axis=1), dtype=np.int32)
+
+
+def _remainder(a: Array, b: Array) -> Array:
+    # PyOP2's own: a is below 2 b
+    return np.where(a < b, a, a - b)
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """How one of our arguments is made from the data of PyOP2's argument ``number``.
+
+    ``access`` is None where it depends on what the kernel does (RW or WRITE).
+    """
+
+    number: int
+    kind: Kind
+    access: Access | None
+    components: int
+    table: IndexTable | None = None
+    stride: int | None = None
+    offset: int = 0
+    field: int | None = None  # of a MixedDat, block of a mixed matrix
+    name: str = ""
+    matrix: _Matrix | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """The block of a matrix that an argument addresses: node tables and components."""
+
+    rows: IndexTable
+    cols: IndexTable
+    dims: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A loop without its data.
+
+    Attributes
+    ----------
+    kernel
+        The local kernel.
+    iteration
+        What is visited.
+    places
+        One for each argument of the kernel.
+    importer
+        "gem" or "loopy".
+    """
+
+    name: str
+    kernel: LocalKernel
+    iteration: Iteration
+    places: tuple[Place, ...]
+    importer: str
+    bindings: dict[Any, Any] = field(default_factory=dict)
+
+    def bind(self, loop: Any) -> Reading:
+        """The loop on the data that ``loop`` has now."""
+        arguments = []
+        matrices: list[MatrixValues] = []
+        elements: list[Elements] = []
+        largest = max([p.components for p in self.places if p.matrix is not None], default=1)
+        batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
+        for place in self.places:
+            data = loop.arguments[place.number].data if place.number >= 0 else None
+            if place.matrix is not None:
+                argument, handle = _bind_matrix(place, data, self.iteration, batch)
+                (matrices if isinstance(handle, MatrixValues) else elements).append(handle)  # type: ignore[arg-type]
+                arguments.append(argument)
+                continue
+            buffer = self.iteration.layer if data is None else _buffer(data, place.field)
+            assert buffer is not None
+            assert place.access is not None
+            arguments.append(
+                Argument(
+                    buffer,
+                    place.access,
+                    place.kind,
+                    place.table,
+                    place.components,
+                    place.stride,
+                    place.offset,
+                    place.name,
+                )
+            )
+        parloop = Parloop(self.kernel, self.iteration.iteration_set, arguments, self.name)
+        return Reading(parloop, self, tuple(matrices), tuple(elements))
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """Element matrices that PETSc adds up: a matrix that is distributed over processes.
+
+    Attributes
+    ----------
+    mat
+        PETSc's matrix.
+    values
+        ``[entities of a batch, rows, columns]``.
+    rows, cols
+        Node tables.
+    dims
+        Components of a node, rows and columns.
+    access
+        INC or WRITE.
+    """
+
+    mat: Any
+    values: Array
+    rows: IndexTable
+    cols: IndexTable
+    dims: tuple[int, int]
+    access: Access
+
+    def flush(self, start: int, stop: int, entities: Array | None) -> None:
+        """Hand the element matrices of iterations ``[start, stop)`` over."""
+        from petsc4py import PETSc
+
+        at: Any = slice(start, stop) if entities is None else entities[start:stop]
+        mode = PETSc.InsertMode.ADD_VALUES if self.access is INC else PETSc.InsertMode.INSERT_VALUES
+        rows, cols = self.rows.values[at], self.cols.values[at]
+        rlgmap, clgmap = self.mat.getLGMap()
+        shape = (stop - start, rows.shape[1] * self.dims[0], cols.shape[1] * self.dims[1])
+        row = start % len(self.values)
+        values = self.values[row : row + stop - start].reshape(shape)
+        if (rlgmap.getBlockSize(), clgmap.getBlockSize()) == self.dims:
+            self.mat.setValuesBlockedLocalRCV(rows, cols, values, addv=mode)
+        else:
+            rows, cols = (_dofs(t, d) for t, d in zip((rows, cols), self.dims, strict=True))
+            self.mat.setValuesLocalRCV(rows, cols, values, addv=mode)
+
+
+BATCH = 1 << 22
+"""Scalars of the element matrices that are computed before PETSc gets them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A PyOP2 loop in our terms.
+
+    Attributes
+    ----------
+    parloop
+        The loop, on PyOP2's memory.
+    plan
+        What it was made from.
+    matrices
+        Matrices that it changes in place.
+    elements
+        Matrices that get element matrices from it, batch by batch.
+    """
+
+    parloop: Parloop
+    plan: Plan
+    matrices: tuple[MatrixValues, ...] = ()
+    elements: tuple[Elements, ...] = ()
+
+    def range(self, part: Any) -> tuple[int, int]:
+        """Our iterations of a part of PyOP2's iteration set."""
+        return self.plan.iteration.range(part)
+
+    def run(self, call: Callable[[int, int], None], start: int, stop: int) -> None:
+        """Run iterations ``[start, stop)`` by ``call(start, stop)`` and tell PETSc."""
+        if not self.elements:
+            call(start, stop)
+        else:
+            batch = len(self.elements[0].values)
+            first = start
+            while first < stop:
+                last = min(first - first % batch + batch, stop)
+                call(first, last)
+                for elements in self.elements:
+                    elements.flush(first, last, self.parloop.iteration_set.entities)
+                first = last
+        for matrix in self.matrices:
+            matrix.changed()
+
+
+def _buffer(data: Any, number: int | None) -> Array:
+    """The whole array behind a carrier of data, flat."""
+    if number is not None:
+        data = data[number]
+    parent = getattr(data, "_parent", None)
+    array: Array = data._data if parent is None else parent._data
+    if not array.flags.c_contiguous:
+        raise UnsupportedLoopError(f"{data.name}: its array is not contiguous")
+    return array.reshape(-1)
+
+
+def plan_for(loop: Any, importers: Sequence[Importer] = ()) -> Plan:
+    """Everything about a loop but its data; kept with the iteration set."""
+    iteration = iteration_of(loop)
+    key = _plan_key(loop, iteration)
+    cache = _identity_cache(loop.iterset).setdefault("plans", {})
+    found = cache.get(key)
+    holders = [h for a in loop.arguments for m in a.maps for h in _all_holders(m)]
+    if found is not None:
+        references, plan = found
+        if all(ref() is h for ref, h in zip(references, holders, strict=True)):
+            if isinstance(plan, UnsupportedLoopError):
+                raise plan
+            result: Plan = plan
+            return result
+    references = tuple(weakref.ref(h) for h in holders)
+    try:
+        plan = _make_plan(loop, iteration, importers)
+    except UnsupportedLoopError as error:
+        cache[key] = (references, error.with_traceback(None))
+        raise
+    cache[key] = (references, plan)
+    return plan
+
+
+def _all_holders(map_: Any) -> Iterator[Any]:
+    for part in map_.split if map_ is not None else ():
+        if part is not None:
+            yield from _holders(part)
+
+
+def _plan_key(loop: Any, iteration: Iteration) -> Any:
+    maps = tuple(
+        tuple(None if m is None else _map_key(m) for part in a.maps for m in part.split)
+        for a in loop.arguments
+    )
+    sizes = tuple(_rows_of(a.data) for a in loop.arguments)
+    return (loop.global_kernel.cache_key, maps, sizes, id(iteration))
+
+
+def _rows_of(data: Any) -> Any:
+    """Number of rows of the data, which bounds the tables."""
+    from pyop2.types import Dat, DatView, MixedDat
+
+    if isinstance(data, MixedDat):
+        return tuple(_rows_of(d) for d in data)
+    if isinstance(data, Dat | DatView):
+        return data.dataset.total_size
+    return None
+
+
+def _make_plan(loop: Any, iteration: Iteration, importers: Sequence[Importer]) -> Plan:
+    from pyop2.local_kernel import LoopyLocalKernel
+
+    kernel = loop.local_kernel
+    if not isinstance(kernel, LoopyLocalKernel):
+        raise UnsupportedLoopError(f"kernel {kernel.name} is a string of C code")
+    intents: list[Intent] = []
+    groups: list[list[Place]] = []
+    splits: dict[int, tuple[tuple[int, ...], list[Part]]] = {}
+    for number, (local, global_, actual) in enumerate(loop.zipped_arguments):
+        intent, places, split = _read_argument(
+            number, local, global_, actual, iteration, kernel.requires_zeroed_output_arguments
+        )
+        intents.append(intent)
+        groups.append(places)
+        if split is not None:
+            splits[number] = split
+    extra: list[Place] = []
+    if loop.global_kernel._pass_layer_arg:
+        extra.append(Place(-1, Kind.DIRECT, READ, 1, name="layer"))
+    imported, importer = _import(kernel, intents, splits, importers)
+    places = [place for group in groups for place in group] + extra
+    if len(imported.arguments) != len(places):
+        raise UnsupportedLoopError(
+            f"kernel {kernel.name} takes {len(imported.arguments)} arguments, the loop has "
+            f"{len(places)}"
+        )
+    loaded = {
+        node.source
+        for statement in imported.statements
+        for node in postorder(statement.bodies)
+        if isinstance(node, Load)
+    }
+    resolved = tuple(
+        _resolve(place, formal in loaded)
+        for place, formal in zip(places, imported.arguments, strict=True)
+    )
+    return Plan(kernel.name, imported, iteration, resolved, importer)
+
+
+def _resolve(place: Place, loaded: bool) -> Place:
+    if place.access is not None:
+        return place
+    access = RW if loaded else WRITE
+    return Place(
+        place.number, place.kind, access, place.components, place.table, place.stride,
+        place.offset, place.field, place.name, place.matrix,
+    )  # fmt: skip
+
+
+_kernels: dict[Any, LocalKernel | UnsupportedLoopError] = {}
+
+
+def _import(
+    kernel: Any,
+    intents: Sequence[Intent],
+    splits: dict[int, tuple[tuple[int, ...], list[Part]]],
+    importers: Sequence[Importer],
+) -> tuple[LocalKernel, str]:
+    if not splits:
+        for importer in importers:
+            found = importer(kernel, intents)
+            if found is not None:
+                return found, "gem"
+    shapes = tuple((n, whole, tuple(parts)) for n, (whole, parts) in sorted(splits.items()))
+    key = (kernel.cache_key, tuple(intents), shapes)
+    known = _kernels.get(key)
+    if known is None:
+        try:
+            known = import_loopy(kernel.code, kernel.name, intents, splits=splits)
+        except UnsupportedLoopError as error:
+            known = error.with_traceback(None)
+        if len(_kernels) > 4096:
+            _kernels.clear()
+        _kernels[key] = known
+    if isinstance(known, UnsupportedLoopError):
+        raise known
+    return known, "loopy"
+
+
+Split = tuple[tuple[int, ...], list[Part]]
+
+
+def _read_argument(
+    number: int, local: Any, global_: Any, actual: Any, iteration: Iteration, zeroed: bool
+) -> tuple[Intent, list[Place], Split | None]:
+    from pyop2.global_kernel import (
+        DatKernelArg,
+        GlobalKernelArg,
+        MatKernelArg,
+        MixedDatKernelArg,
+        MixedMatKernelArg,
+    )
+
+    access = Access[local.access.name]
+    intent = {
+        READ: Intent.READ,
+        INC: Intent.INC,
+        WRITE: Intent.WRITE,
+        RW: Intent.UPDATE,
+        MIN: Intent.WRITE if zeroed else Intent.UPDATE,
+        MAX: Intent.WRITE if zeroed else Intent.UPDATE,
+    }[access]
+    match global_:
+        case GlobalKernelArg():
+            place = _read_global(number, global_, access, iteration, actual.data.name)
+            return intent, [place], None
+        case DatKernelArg():
+            place = _read_dat(number, global_, actual.data, actual.map_, access, iteration)
+            return (Intent.UPDATE if place.access is None else intent), [place], None
+        case MixedDatKernelArg():
+            if global_.is_direct:
+                raise UnsupportedLoopError("a MixedDat without a map")
+            places, parts, total = [], [], 0
+            for i, (one, dat, map_) in enumerate(
+                zip(global_, actual.data, actual.map_.split, strict=True)
+            ):
+                place = _read_dat(number, one, dat, map_, access, iteration, i)
+                if place.table is None:
+                    raise UnsupportedLoopError("a MixedDat of which a part has no map")
+                size = place.table.arity * place.components
+                places.append(place)
+                parts.append(Part((total,), (size,)))
+                total += size
+            return intent, places, ((total,), parts)
+        case MatKernelArg():
+            place = _read_matrix(number, global_, actual.data, actual.maps, access, iteration)
+            return intent, [place], None
+        case MixedMatKernelArg():
+            return intent, *_read_mixed_matrix(number, global_, actual, access, iteration)
+    raise UnsupportedLoopError(f"argument {number} is a {type(global_).__name__}")
+
+
+def _read_global(
+    number: int, global_: Any, access: Access, iteration: Iteration, name: str
+) -> Place:
+    components = math.prod(global_.dim)
+    if not global_.double:
+        return Place(number, Kind.GLOBAL, access, components, name=name)
+    # packed twice, for either side of a facet
+    values = np.zeros((iteration.iteration_set.extent, 2), dtype=np.int32)
+    return Place(number, Kind.INDIRECT, access, components, IndexTable(values, 1), name=name)
+
+
+def _read_dat(
+    number: int,
+    global_: Any,
+    dat: Any,
+    map_: Any,
+    access: Access,
+    iteration: Iteration,
+    field_: int | None = None,
+) -> Place:
+    dim = tuple(global_.dim) or (1,)
+    stride = math.prod(dim)
+    components, offset = stride, 0
+    if global_.index is not None:
+        offset = int(np.ravel_multi_index(tuple(global_.index), dim))
+        components = 1
+    rows = dat.dataset.total_size
+    table = None
+    if map_ is not None:
+        table = index_table(map_, iteration, rows)
+    else:
+        # PyOP2 hands the kernel a pointer to the row itself
+        if access is not READ:
+            access = None  # type: ignore[assignment]
+        if iteration.columns is not None:
+            table = _column_table(iteration, rows)
+    return Place(
+        number,
+        Kind.DIRECT if table is None else Kind.INDIRECT,
+        access,
+        components,
+        table,
+        stride,
+        offset,
+        field_,
+        str(dat.name),
+    )
+
+
+def _column_table(iteration: Iteration, rows: int) -> IndexTable:
+    assert iteration.columns is not None
+    cache = _identity_cache(iteration)
+    if rows not in cache:
+        cache[rows] = IndexTable(iteration.columns[:, None], rows, name="columns")
+    found: IndexTable = cache[rows]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Matrices
+
+
+def _read_matrix(
+    number: int,
+    global_: Any,
+    mat: Any,
+    maps: Any,
+    access: Access,
+    iteration: Iteration,
+    block: int | None = None,
+) -> Place:
+    if access not in (INC, WRITE):
+        raise UnsupportedLoopError(f"a matrix with access {access.name}")
+    ((dims,),) = global_.dims
+    tables = [
+        index_table(map_, iteration, dset.total_size)
+        for map_, dset in zip(maps, mat.sparsity.dsets, strict=True)
+    ]
+    rows, cols = tables
+    size = rows.arity * dims[0] * cols.arity * dims[1]
+    matrix = _Matrix(rows, cols, (int(dims[0]), int(dims[1])))
+    return Place(
+        number, Kind.INDIRECT, access, size, field=block, name=str(mat.name), matrix=matrix
+    )
+
+
+def _read_mixed_matrix(
+    number: int, global_: Any, actual: Any, access: Access, iteration: Iteration
+) -> tuple[list[Place], Split]:
+    count_rows, count_cols = global_.shape
+    row_maps, col_maps = (m.split for m in actual.maps)
+    places: list[Place] = []
+    for k, one in enumerate(global_):
+        i, j = divmod(k, count_cols)
+        block = actual.data[i, j]
+        maps = (row_maps[i], col_maps[j])
+        places.append(_read_matrix(number, one, block, maps, access, iteration, k))
+    heights = [_size(places[i * count_cols], 0) for i in range(count_rows)]
+    widths = [_size(places[j], 1) for j in range(count_cols)]
+    row_starts = np.concatenate([[0], np.cumsum(heights)])
+    col_starts = np.concatenate([[0], np.cumsum(widths)])
+    parts = [
+        Part((int(row_starts[i]), int(col_starts[j])), (heights[i], widths[j]))
+        for i in range(count_rows)
+        for j in range(count_cols)
+    ]
+    return places, ((sum(heights), sum(widths)), parts)
+
+
+def _size(place: Place, axis: int) -> int:
+    assert place.matrix is not None
+    table = (place.matrix.rows, place.matrix.cols)[axis]
+    return table.arity * place.matrix.dims[axis]
+
+
+def _bind_matrix(
+    place: Place, mat: Any, iteration: Iteration, batch: int
+) -> tuple[Argument, MatrixValues | Elements]:
+    assert place.matrix is not None
+    assert place.access is not None
+    block = mat if place.field is None else _block(mat, place.field)
+    handle = block.handle
+    holder = getattr(block, "_parent", block)
+    if handle.getType() in ("python", "is"):
+        raise UnsupportedLoopError(f"a matrix of type {handle.getType()}")
+    if holder.handle.getType() not in ("seqaij", "seqbaij", "seqdense"):
+        return _bind_elements(place, handle, iteration, batch)
+    values = matrix_values(holder)
+    table = _positions(place.matrix, block, holder, values)
+    argument = Argument.matrix(
+        values.array, place.access, table, place.matrix.rows, name=str(place.name)
+    )
+    return argument, values
+
+
+def _block(mat: Any, number: int) -> Any:
+    columns = mat.sparsity.shape[1]
+    return mat[number // columns, number % columns]
+
+
+def _bind_elements(
+    place: Place, handle: Any, iteration: Iteration, batch: int
+) -> tuple[Argument, Elements]:
+    assert place.matrix is not None
+    assert place.access is not None
+    extent = iteration.iteration_set.extent
+    values = np.zeros((batch, place.components))
+    # entity n writes row (its iteration modulo batch)
+    at = np.arange(iteration.iteration_set.size, dtype=np.int32) % batch
+    rows = np.zeros((extent, 1), dtype=np.int32)
+    entities = iteration.iteration_set.entities
+    rows[slice(len(at)) if entities is None else entities, 0] = at
+    table = IndexTable(rows, batch, name="element matrices")
+    argument = Argument(
+        values.reshape(-1), WRITE, Kind.INDIRECT, table, place.components, name=place.name
+    )
+    matrix = place.matrix
+    return argument, Elements(handle, values, matrix.rows, matrix.cols, matrix.dims, place.access)
+
+
+def matrix_values(mat: Any) -> MatrixValues:
+    """The values of a PyOP2 matrix in place; made again where they have moved."""
+    cache = _identity_cache(mat)
+    state = nonzero_state(mat.handle)
+    found = cache.get("values")
+    if found is None or found[0] != state or not found[1].current():
+        found = cache["values"] = (state, MatrixValues(mat.handle))
+    values: MatrixValues = found[1]
+    return values
+
+
+def _positions(matrix: _Matrix, block: Any, holder: Any, values: MatrixValues) -> IndexTable:
+    """Where the entries of element matrices lie among the values, kept with the sparsity."""
+    lgmaps = block.handle.getLGMap()
+    cache = _identity_cache(holder.sparsity).setdefault("positions", {})
+    key = (
+        id(matrix.rows),
+        id(matrix.cols),
+        matrix.dims,
+        values.type,
+        _pattern_key(values),
+        *(_lgmap_key(lgmap) for lgmap in lgmaps),
+    )
+    found = cache.get(key)
+    if found is None:
+        table = _find_positions(matrix, block, holder, values, lgmaps)
+        # the tables stay alive with it, so that their numbers are not used again
+        found = cache[key] = (matrix, table)
+    result: IndexTable = found[1]
+    return result
+
+
+def _pattern_key(values: MatrixValues) -> Any:
+    if values.pattern is None:
+        return values.array.size
+    found = values.__dict__.get("_key")
+    if found is None:
+        digest = hashlib.blake2b(digest_size=16)
+        for array in values.pattern:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        found = values.__dict__["_key"] = digest.hexdigest()
+    return found
+
+
+def _lgmap_key(lgmap: Any) -> str:
+    return hashlib.blake2b(lgmap.block_indices.tobytes(), digest_size=16).hexdigest()
+
+
+def _find_positions(
+    matrix: _Matrix, block: Any, holder: Any, values: MatrixValues, lgmaps: Sequence[Any]
+) -> IndexTable:
+    from pyop3_mlir.planning import csr_positions
+
+    sides = [
+        _through_lgmap(table, lgmap, dim, values.type == "seqbaij", block is not holder)
+        for table, lgmap, dim in zip((matrix.rows, matrix.cols), lgmaps, matrix.dims, strict=True)
+    ]
+    (rows, row_dim), (cols, col_dim) = sides
+    height, width = holder.handle.getLocalSize()
+    name = str(holder.name)
+    if values.pattern is None:
+        return _dense_positions(_dofs(rows, row_dim), _dofs(cols, col_dim), height, width, name)
+    row_table = IndexTable(rows, max(height // row_dim, 0), allow_negative=True, name=name)
+    col_table = IndexTable(cols, max(width // col_dim, 0), allow_negative=True, name=name)
+    return csr_positions(
+        *values.pattern,
+        row_table,
+        col_table,
+        row_components=row_dim,
+        col_components=col_dim,
+        storage="baij" if values.type == "seqbaij" else "aij",
+        name=name,
+    )
+
+
+def _through_lgmap(
+    table: IndexTable, lgmap: Any, dim: int, blocked: bool, offset: bool
+) -> tuple[Array, int]:
+    """Rows of the matrix that an entity touches, -1 where dropped, and components of each."""
+    if lgmap.getBlockSize() == dim and not offset:
+        return np.maximum(_through(lgmap.block_indices, table.values), -1), dim
+    if blocked:
+        raise UnsupportedLoopError(
+            "boundary conditions on single components of a matrix that stores blocks"
+        )
+    return np.maximum(_through(lgmap.indices, _dofs(table.values, dim)), -1), 1
+
+
+def _dofs(nodes: Array, dim: int) -> Array:
+    """Scalar rows ``[entities, arity * dim]`` of nodes; -1 where a node is."""
+    if dim == 1:
+        return nodes
+    dofs = np.where(nodes[..., None] < 0, -1, nodes[..., None] * dim + np.arange(dim))
+    return dofs.reshape(len(nodes), -1).astype(nodes.dtype)
+
+
+def _dense_positions(rows: Array, cols: Array, height: int, width: int, name: str) -> IndexTable:
+    positions = rows[:, :, None].astype(np.int64) + height * cols[:, None, :].astype(np.int64)
+    positions[(rows < 0)[:, :, None] | (cols < 0)[:, None, :]] = -1
+    if height * width <= np.iinfo(np.int32).max:
+        positions = positions.astype(np.int32)
+    return IndexTable(
+        positions.reshape(len(rows), -1), height * width, allow_negative=True, name=name
+    )
