@@ -442,7 +442,6 @@ class BoundFunction:
         self._incoming = tuple(b for b in buffers if not (b.zero_copy or b.constant))
         self._outgoing = tuple(b for b in (buffers[i] for i in self._written) if not b.zero_copy)
         self._arguments: dict[tuple[int, ...], Any] = {}
-        self._checked = False
 
     @property
     def zero_copy(self) -> bool:
@@ -477,8 +476,6 @@ class BoundFunction:
             raise DeviceError(
                 f"loop {executable.name}: call on {executable.device} failed: {error}"
             ) from error
-        if not self._checked:
-            self._check(results)
 
     def _prepare(self, integers: tuple[int, ...]) -> Any:
         if len(integers) != self._scalars:
@@ -495,25 +492,3 @@ class BoundFunction:
             self._arguments.clear()
         self._arguments[integers] = arguments
         return arguments
-
-    def _check(self, results: Any) -> None:
-        """Find out once whether the results are where the caller will look for them.
-
-        IREE copies where it cannot see that it may work in place, and then an array would stay as
-        it was without any error.
-        """
-        self._checked = True
-        if not self.executable.device.is_host:
-            return
-        for number, position in enumerate(self._written):
-            buffer = self.buffers[position]
-            if not buffer.array.nbytes:
-                continue
-            view = results.get_as_object(number, iree.HalBufferView)
-            result = view.map().asarray([buffer.array.size], buffer.array.dtype)
-            expected = buffer.array if buffer._host is None else buffer._host
-            if _address(result) != _address(expected):
-                raise CompilationError(
-                    f"loop {self.executable.name}: result {number} is a copy of operand "
-                    f"{position} instead of being that operand"
-                )
