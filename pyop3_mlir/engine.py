@@ -150,6 +150,7 @@ class _InOrder:
     """One dispatch over all cells."""
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
+        schedule = _fitting(schedule, parloop.iteration_set.size)
         executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
         self._call = _bind(executable, parloop, parloop.iteration_set.entities)
 
@@ -170,7 +171,8 @@ class _Colour:
             parloop = planning.order_free(self._parloop, stop, start)
             colouring = planning.colour_loop(parloop, stop, start)
             spec = replace(parloop.spec, entities=colouring.order.dtype.str)
-            executable = executable_for(parloop.kernel, spec, self._schedule, self._device)
+            schedule = _fitting(self._schedule, len(colouring.order))
+            executable = executable_for(parloop.kernel, spec, schedule, self._device)
             call = _bind(executable, parloop, colouring.order)
             self._plans[start, stop] = call, [int(offset) for offset in colouring.offsets]
         return self._plans[start, stop]
@@ -186,6 +188,7 @@ class _Segmented:
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
         self._parloop = parloop
+        schedule = _fitting(schedule, parloop.iteration_set.size)
         self._executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
         self._numbers = segmented_arguments(parloop.spec)
         iterations = parloop.iteration_set
@@ -234,6 +237,11 @@ class _Segmented:
         self._fill(start, stop)
         for call, targets in self._plans[key]:
             call(0, targets)
+
+
+def _fitting(schedule: Schedule, iterations: int) -> Schedule:
+    """The schedule for a set of so many iterations: a block may not be larger than the set."""
+    return schedule if iterations >= schedule.width else replace(schedule, width=1)
 
 
 def _bind(

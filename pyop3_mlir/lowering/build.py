@@ -243,23 +243,16 @@ class _Builder:
         return tuple(op.results)
 
     def _cells(self) -> None:
-        """The number of the entity that each iteration visits."""
+        """The entity that each iteration visits, where that is not the iteration itself."""
+        self.cells: SSAValue | None = None
+        if self.entities is None:
+            return
         body = Block(arg_types=[i64])
         e = Emitter(body)
-        lane = e.insert(LinalgIndexOp(0))
-        # the last block of a blocked loop has lanes beyond the end: they repeat the last entity
-        last = e.sub(self.stop, 1)
-        iteration = e.minimum(e.add(lane, self.start), last)
-        if self.entities is not None:
-            value = e.insert(
-                tensor.ExtractOp(
-                    self.entities,
-                    [e.index(iteration)],
-                    self.entities.type.element_type,  # type: ignore[attr-defined]
-                )
-            )
-            iteration = e.to_index(value)
-        e.insert(LinalgYieldOp(e.insert(arith.IndexCastOp(e.index(iteration), i64))))
+        iteration = e.index(e.add(e.insert(LinalgIndexOp(0)), self.start))
+        stored = self.entities.type.element_type  # type: ignore[attr-defined]
+        value = e.insert(tensor.ExtractOp(self.entities, [iteration], stored))
+        e.insert(LinalgYieldOp(e.insert(arith.IndexCastOp(e.to_index(value), i64))))
         out = self._empty((), i64, True)
         (self.cells,) = self._generic(0, 0, True, [], [out], body)
 
@@ -292,11 +285,16 @@ class _Builder:
             self.varying[argument] = True
             return
         rank = len(argument.shape)
-        body = Block(arg_types=[i64, element] if varying else [element])
+        listed = varying and self.cells is not None
+        body = Block(arg_types=[i64, element] if listed else [element])
         e = Emitter(body)
         position = e.linear([e.insert(LinalgIndexOp(d)) for d in range(rank)], argument.shape)
         row, component = e.floordiv(position, spec.components), e.rem(position, spec.components)
-        cell: IndexLike = e.to_index(body.args[0]) if varying else 0
+        cell: IndexLike = 0
+        if listed:
+            cell = e.to_index(body.args[0])
+        elif varying:
+            cell = e.add(e.insert(LinalgIndexOp(rank)), self.start)
         row = self._row(e, spec, cell, row)
         buffer = self.buffers[spec.buffer]
         stored = buffer.type.element_type  # type: ignore[attr-defined]
@@ -313,7 +311,8 @@ class _Builder:
         e.insert(LinalgYieldOp(value))
         out = self._empty(argument.shape, element, varying)
         inputs = []
-        if varying:
+        if listed:
+            assert self.cells is not None
             cells = AffineMap(rank + 1, 0, (AffineExpr.dimension(rank),))
             inputs.append((self.cells, cells))
         (self.values[argument],) = self._generic(rank, 0, varying, inputs, [out], body)
@@ -426,19 +425,22 @@ class _Builder:
 
         def body(e: Emitter, k: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
             state: dict[SSAValue, SSAValue] = dict(zip(carried, args, strict=True))
-            cell = e.to_index(e.insert(tensor.ExtractOp(self.cells, [k], i64)))
+            iteration = e.add(k, self.start)
+            cell = iteration
+            if self.cells is not None:
+                cell = e.to_index(e.insert(tensor.ExtractOp(self.cells, [k], i64)))
             for argument, number in stored.items():
                 if pieces.count(argument) != 1 or not _covers(outputs, argument):
                     slots = argument.size
                     old = self.contributions[number]
-                    state[old] = self._clear(e, state[old], e.add(k, self.start), slots)
+                    state[old] = self._clear(e, state[old], iteration, slots)
             for output in outputs:
                 spec = self.of[output.argument]
                 target = self.buffers[spec.buffer]
                 row: IndexLike = cell
                 if output.argument in stored:
                     target = self.contributions[stored[output.argument]]
-                    row = e.add(k, self.start)
+                    row = iteration
                     whole = pieces.count(output.argument) == 1 and _covers(outputs, output.argument)
                     spec = _contribution_spec(spec, whole)
                 state[target] = self._piece(e, output, spec, k, row, state[target])

@@ -1,13 +1,13 @@
 """Scalar code: expressions of the tensor program as operations of arith, math and complex.
 
-:class:`Emitter` is a thin layer over xDSL's builder: index arithmetic folds Python integers, so that
-code with static sizes stays readable in every stage that is printed.
+:class:`Emitter` is a thin layer over xDSL's builder: index arithmetic folds Python integers, so
+that code with static sizes stays readable in every stage that is printed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from xdsl.dialects.builtin import (
     i32,
     i64,
 )
+from xdsl.dialects.utils import FastMathFlag
 from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.rewriter import InsertPoint
 
@@ -41,7 +42,7 @@ __all__ = ["CONTRACT", "Emitter", "IndexLike", "element_type", "emit_operation",
 IndexLike = SSAValue | int
 """An index known while lowering, or computed when the loop runs."""
 
-CONTRACT = arith.FastMathFlagsAttr([arith.FastMathFlag.ALLOW_CONTRACT])
+CONTRACT = arith.FastMathFlagsAttr([FastMathFlag.ALLOW_CONTRACT])
 """Fused multiply-add is the one freedom taken with IEEE arithmetic: results stay reproducible."""
 
 
@@ -107,13 +108,14 @@ class Emitter:
             part = type.element_type
             return self.insert(
                 complex.ConstantOp(
-                    ArrayAttr([FloatAttr(float(v), part) for v in (value.real, value.imag)]),  # type: ignore[arg-type]
+                    ArrayAttr([FloatAttr(float(v), part) for v in (value.real, value.imag)]),
                     type,
                 )
             )
         if isinstance(type, Float32Type | Float64Type):
             return self.insert(arith.ConstantOp(FloatAttr(float(value), type)))
-        return self.insert(arith.ConstantOp(IntegerAttr(int(value), type)))  # type: ignore[arg-type]
+        assert isinstance(type, IntegerType | IndexType)
+        return self.insert(arith.ConstantOp(IntegerAttr(int(value), type)))
 
     def index(self, value: IndexLike) -> SSAValue:
         """``value`` as an SSA value of type index."""
@@ -236,16 +238,16 @@ class Emitter:
         return self.insert(arith.ConstantOp(dense_attribute(values)))
 
 
-def dense_attribute(values: npt.NDArray[Any]) -> DenseIntOrFPElementsAttr:
+def dense_attribute(values: npt.NDArray[Any]) -> DenseIntOrFPElementsAttr[Any]:
     """A constant tensor as an attribute, of :func:`storage_type`."""
     kind = values.dtype
     if kind.kind == "b":
         values = values.astype(np.int8)
-    type = TensorType(storage_type(kind), values.shape)
-    return DenseIntOrFPElementsAttr.from_list(type, values.reshape(-1).tolist())  # type: ignore[arg-type]
+    type: TensorType[Any] = TensorType(storage_type(kind), values.shape)
+    return DenseIntOrFPElementsAttr.from_list(type, values.reshape(-1).tolist())
 
 
-_FLOAT_BINARY: dict[str, type[Operation]] = {
+_FLOAT_BINARY: dict[str, Callable[..., Operation]] = {
     "add": arith.AddfOp, "sub": arith.SubfOp, "mul": arith.MulfOp, "div": arith.DivfOp,
     # C's fmin and fmax, which return the number where one operand is NaN
     "min": arith.MinnumfOp, "max": arith.MaxnumfOp,
@@ -273,7 +275,7 @@ _FLOAT_COMPARE = {"lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "eq": "oeq
 _INTEGER_COMPARE = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
 
 
-def emit_operation(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+def emit_operation(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
     """One scalar operation of the tensor program.
 
     Raises
@@ -306,18 +308,18 @@ def _unsupported(op: Op) -> UnsupportedLoopError:
     )
 
 
-def _float(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
-    name, type = op.name, operands[-1].type
+def _float(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
+    name, first = op.name, cast(SSAValue, operands[0])
     if name in _FLOAT_COMPARE:
-        return e.insert(arith.CmpfOp(*operands, _FLOAT_COMPARE[name]))
+        return e.insert(arith.CmpfOp(first, operands[1], _FLOAT_COMPARE[name]))
     if name in _FLOAT_BINARY:
         return e.insert(_FLOAT_BINARY[name](*operands, CONTRACT))
     if name in _FLOAT_UNARY:
         return e.insert(_FLOAT_UNARY[name](*operands))
     if name in ("real", "conj"):
-        return operands[0]
+        return first
     if name == "imag":
-        return e.constant(0.0, type)
+        return e.constant(0.0, first.type)
     if name == "atan2":
         return e.insert(math.Atan2Op(*operands))
     if name == "pow":
@@ -325,8 +327,8 @@ def _float(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
     raise _unsupported(op)
 
 
-def _power(e: Emitter, operands: Sequence[SSAValue], exponent: Expr) -> SSAValue:
-    """Powers with a small constant exponent by multiplication, as C compilers do with -ffast-math."""
+def _power(e: Emitter, operands: Sequence[Any], exponent: Expr) -> SSAValue:
+    """Powers with a small constant exponent by multiplication, as C compilers do it too."""
     base = operands[0]
     if isinstance(exponent, Scalar):
         value = float(exponent.value)
@@ -353,7 +355,7 @@ def _integer_power(e: Emitter, base: SSAValue, exponent: int) -> SSAValue:
     return e.insert(arith.DivfOp(one, result, CONTRACT)) if exponent < 0 else result
 
 
-def _complex(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+def _complex(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
     name = op.name
     if name in _COMPLEX_BINARY:
         return e.insert(_COMPLEX_BINARY[name](*operands))
@@ -395,14 +397,14 @@ def _complex_power(e: Emitter, base: SSAValue, exponent: int) -> SSAValue:
     return result
 
 
-def _integer(e: Emitter, op: Op, operands: Sequence[SSAValue]) -> SSAValue:
+def _integer(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
     name = op.name
     unsigned = op.children[-1].dtype.kind == "u"
     if name in _INTEGER_COMPARE:
         predicate = _INTEGER_COMPARE[name]
         if unsigned and predicate.startswith("s"):
             predicate = "u" + predicate[1:]
-        return e.insert(arith.CmpiOp(*operands, predicate))
+        return e.insert(arith.CmpiOp(operands[0], operands[1], predicate))
     if unsigned and name in ("div", "floordiv"):
         return e.insert(arith.DivUIOp(*operands))
     if unsigned and name == "rem":
@@ -452,7 +454,8 @@ def _cast(e: Emitter, value: SSAValue, source: np.dtype[Any], target: np.dtype[A
     if target.kind == "f":
         if source.kind == "f":
             wider = target.itemsize > source.itemsize
-            return e.insert((arith.ExtFOp if wider else arith.TruncFOp)(value, to_type))  # type: ignore[arg-type]
+            resize: Callable[..., Operation] = arith.ExtFOp if wider else arith.TruncFOp
+            return e.insert(resize(value, to_type))
         if isinstance(from_type, IndexType):
             value = e.insert(arith.IndexCastOp(value, i64))
         convert = arith.UIToFPOp if source.kind in "ub" else arith.SIToFPOp
@@ -506,8 +509,8 @@ def emit_bodies(
     roots
         The expressions.
     leaf
-        Supplies the values of loads and dimensions, None for everything else; it is given the values
-        emitted so far.
+        Supplies the values of loads and dimensions, None for everything else; it is given the
+        values emitted so far.
     given
         Values that exist already: what lies below them is not emitted.
     """

@@ -7,6 +7,7 @@ stage                 made by                                         dialects
 ``block-cells``       :class:`BlockCellsPass` (blocked)               the same, static shapes
 ``outline-scatter``   :class:`OutlineScatterPass` (flat)              the same, two functions
 ``bufferise``         :class:`BufferisePass`                          linalg, memref, scf, arith
+``unroll-loops``      :class:`UnrollLoopsPass`                        linalg, memref, scf, arith
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
@@ -29,6 +30,7 @@ from pyop3_mlir.lowering.passes.block_cells import BlockCellsPass
 from pyop3_mlir.lowering.passes.bufferise import BufferisePass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
+from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
 from pyop3_mlir.lowering.passes.vectorise import VectorisePass
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.parloop import LoopSpec
@@ -57,6 +59,7 @@ def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
     return [
         batching,
         BufferisePass(),
+        UnrollLoopsPass(4 * schedule.unroll),
         VectorisePass(schedule.tile, schedule.unroll),
         OutlineDispatchPass(chunk=CHUNK if shared else 0),
     ]

@@ -6,7 +6,7 @@ Source: https://mlir.llvm.org/docs/Dialects/Linalg/#linalgfill-linalgfillop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from xdsl.dialects import linalg
 from xdsl.dialects.builtin import ArrayAttr, ShapedType
@@ -57,8 +57,7 @@ class FillOp(NamedOperation):
 
 
 def _scalar(type_: Any) -> Attribute:
-    element: Attribute = type_.get_element_type() if isinstance(type_, ShapedType) else type_
-    return element
+    return cast(Attribute, getattr(type_, "element_type", type_))
 
 
 Linalg = Dialect(

@@ -26,8 +26,9 @@ class BlockCellsPass(ModulePass):
     Needs the tensor stage: ``start`` and ``stop`` as the first two index casts, ``count`` their
     difference, the cell as the last, dynamic dimension of every local tensor. Leaves the same
     operations on static shapes inside one ``scf.for`` that carries the buffers; what does not depend
-    on the cell stays before it. In the last block the scatter stops early, and the gathers repeat the
-    last entity (the tensor stage clamps).
+    on the cell stays before it. The last block is moved back, so that it is whole, and its scatter
+    leaves out what the block before it has done. There have to be at least ``width`` iterations in
+    the set, though not in the range that is run.
     """
 
     name = "block-cells"
@@ -66,10 +67,17 @@ def _block(function: func.FuncOp, width: int) -> None:
 
     block = Block(arg_types=[IndexType(), *(value.type for value in carried)])
     e = Emitter(block)
-    mapping: dict[SSAValue, SSAValue] = {start: block.args[0]}
+    position = block.args[0]
+    # all lanes are within the iteration set, so that neither data nor tables need padding
+    last = e.insert(arith.MaxSIOp(e.index(e.sub(stop, width)), e.index(0)))
+    first = e.minimum(position, last)
+    end = e.minimum(e.add(position, width), stop)
+    mapping: dict[SSAValue, SSAValue] = {start: e.index(first)}
     mapping.update(zip(carried, block.args[1:], strict=True))
-    left = e.sub(stop, block.args[0])
-    mapping[count] = e.index(e.minimum(left, width))
+    mapping[count] = e.index(e.sub(end, first))
+    for op in scatter:
+        assert isinstance(op, scf.ForOp)
+        mapping[op.lb] = e.index(e.sub(position, first))
     for op in inside:
         clone = op.clone(mapping)
         if isinstance(clone, EmptyOp):

@@ -1,4 +1,4 @@
-"""From tensors to memory: every local tensor gets a buffer of its own, operands are changed in place."""
+"""From tensors to memory: local tensors get buffers of their own, operands change in place."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class BufferisePass(ModulePass):
     """Replace tensors by memrefs.
 
     Needs a ``@loop`` in which local tensors have static shapes, each is written by one operation
-    (``linalg.generic`` or ``linalg.fill``), and buffers flow through ``tensor.insert`` and loops in a
-    straight line, as ``block-cells`` leaves it. Leaves a function without results on memrefs: local
-    tensors are allocated on the stack at its entry, constants are globals, and ``tensor.insert`` is a
-    store into the operand.
+    (``linalg.generic`` or ``linalg.fill``), and buffers flow through ``tensor.insert`` and loops in
+    a straight line, as ``block-cells`` leaves it. Leaves a function without results on memrefs:
+    local tensors are allocated on the stack at its entry, constants are globals, and
+    ``tensor.insert`` is a store into the operand.
     """
 
     name = "bufferise"

@@ -39,14 +39,15 @@ class OutlineDispatchPass(ModulePass):
     """Move every function on memrefs into a ``hal.executable.source``.
 
     Needs what ``vectorise`` leaves: functions ``(start: i64, stop: i64, memrefs...) -> ()``, and
-    globals. A third integer stands for ``start`` as it was before the iterations were shared out among
-    workgroups. Leaves a function of the same name on tensors that calls the executable, with the
-    changed operands tied to its results, so that the caller's memory is updated.
+    globals. A third integer stands for ``start`` as it was before the iterations were shared out
+    among workgroups. Leaves a function of the same name on tensors that calls the executable, with
+    the changed operands tied to its results, so that the caller's memory is updated.
 
     Parameters
     ----------
     chunk
-        Iterations that one workgroup (on a GPU, one thread) does; 0 for one workgroup that does all.
+        Iterations that one workgroup (on a GPU, one thread) does; 0 for one workgroup that does
+        all.
     threads
         Threads of a workgroup on a GPU; 0 for CPUs.
     """

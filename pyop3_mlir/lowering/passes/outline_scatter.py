@@ -29,10 +29,11 @@ __all__ = ["OutlineScatterPass"]
 class OutlineScatterPass(ModulePass):
     """Move the loop over cells that scatters into a private function ``@scatter``.
 
-    Needs the tensor stage. Leaves in ``@loop`` the gathers and the kernel on whole arrays, which IREE
-    compiles as it sees fit, and a call; ``@scatter(start, stop, origin, values..., buffers...)`` goes
-    the way of blocked loops: it scatters iterations ``[start, stop)``, and the values begin with
-    iteration ``origin``. A sequential loop on IREE's host side would copy the buffers each time round.
+    Needs the tensor stage. Leaves in ``@loop`` the gathers and the kernel on whole arrays, which
+    IREE compiles as it sees fit, and a call; ``@scatter(start, stop, origin, values...,
+    buffers...)`` goes the way of blocked loops: it scatters iterations ``[start, stop)``, and the
+    values begin with iteration ``origin``. A sequential loop on IREE's host side would copy the
+    buffers each time round.
     """
 
     name = "outline-scatter"
@@ -101,7 +102,7 @@ def _outline(function: func.FuncOp) -> func.FuncOp | None:
     loop.erase()
     attributes = [DictionaryAttr({}) for _ in block.args]
     for number, value in enumerate(carried):
-        attributes[list(block.args).index(value)] = DictionaryAttr(
+        attributes[list[SSAValue](block.args).index(value)] = DictionaryAttr(
             {"iree.abi.output": IntegerAttr(number, IndexType())}
         )
     function.properties["arg_attrs"] = ArrayAttr(attributes)

@@ -8,13 +8,17 @@ machines with slow gather instructions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from xdsl.context import Context
 from xdsl.dialects import arith, func, memref, scf, vector
 from xdsl.dialects.builtin import (
     ComplexType,
+    DenseIntOrFPElementsAttr,
     Float32Type,
     Float64Type,
     MemRefType,
@@ -68,9 +72,10 @@ class VectorisePass(ModulePass):
         """Rewrite every function in place."""
         for function in op.ops:
             if isinstance(function, func.FuncOp) and _on_memrefs(function):
+                constants = _Constants(op)
                 for inner in list(function.walk()):
                     if isinstance(inner, GenericOp):
-                        _Nest(inner, self.tile, self.unroll).lower()
+                        _Nest(inner, constants, self.tile, self.unroll).lower()
                 for inner in list(function.walk()):
                     if isinstance(inner, FillOp):
                         _fill(inner)
@@ -94,7 +99,15 @@ class _Lanes:
     values: tuple[SSAValue, ...]
 
 
-_Value = SSAValue | _Vector | _Lanes
+@dataclass(frozen=True)
+class _Constant:
+    """A uniform number that is known now, such as an entry of a table at known indices."""
+
+    value: float
+    type: Attribute
+
+
+_Value = SSAValue | _Vector | _Lanes | _Constant
 
 
 def _is_float(type: Attribute) -> bool:
@@ -102,6 +115,8 @@ def _is_float(type: Attribute) -> bool:
 
 
 def _element(value: _Value) -> Attribute:
+    if isinstance(value, _Constant):
+        return value.type
     if isinstance(value, _Vector):
         assert isinstance(value.value.type, VectorType)
         return value.value.type.element_type
@@ -130,11 +145,45 @@ def _fill(op: FillOp) -> None:
     op.erase()
 
 
+class _Constants:
+    """Contents of the module's constant globals."""
+
+    def __init__(self, module: ModuleOp) -> None:
+        self._tables: dict[str, npt.NDArray[np.float64]] = {}
+        for op in module.ops:
+            if isinstance(op, memref.GlobalOp) and isinstance(op.type, MemRefType):
+                value = op.initial_value
+                if _is_float(op.type.element_type) and isinstance(value, DenseIntOrFPElementsAttr):
+                    flat = np.array(list(value.get_values()), np.float64)
+                    shape = op.type.get_shape()
+                    size = math.prod(shape)
+                    flat = flat if flat.size == size else np.broadcast_to(flat, size)
+                    self._tables[op.sym_name.data] = flat.reshape(shape)
+
+    def entry(self, source: SSAValue, indices: Sequence[IndexLike]) -> _Constant | None:
+        """What all entries at these indices are, where that is known.
+
+        Zero is also known where an index is not, but all entries that it can reach are zero.
+        """
+        owner = source.owner
+        if not isinstance(owner, memref.GetGlobalOp):
+            return None
+        table = self._tables.get(owner.name_.root_reference.data)
+        if table is None:
+            return None
+        part = table[tuple(i if isinstance(i, int) else slice(None) for i in indices)]
+        assert isinstance(source.type, MemRefType)
+        if part.ndim == 0:
+            return _Constant(float(part), source.type.element_type)
+        return None if part.any() else _Constant(0.0, source.type.element_type)
+
+
 class _Nest:
     """The loop nest of one linalg.generic."""
 
-    def __init__(self, op: GenericOp, tile: int, unroll: int) -> None:
+    def __init__(self, op: GenericOp, constants: _Constants, tile: int, unroll: int) -> None:
         self.op = op
+        self.constants = constants
         self.unroll = unroll
         self.maps = [m.data for m in op.indexing_maps]
         self.inputs = list(op.inputs)
@@ -275,8 +324,7 @@ class _Nest:
             return self._vector(e, initial).value
         value = self._read(e, len(self.inputs) + output, point)
         if self.scalar or not _is_float(element):
-            assert isinstance(value, SSAValue)
-            return value
+            return self._scalar(e, value)
         return self._vector(e, value).value
 
     def _reduce(
@@ -338,10 +386,16 @@ class _Nest:
     def _accumulator(self, e: Emitter, value: _Value, like: SSAValue) -> SSAValue:
         if isinstance(like.type, VectorType):
             return self._vector(e, value).value
-        assert isinstance(value, SSAValue)
-        return value
+        return self._scalar(e, value)
 
     # values
+
+    def _scalar(self, e: Emitter, value: _Value) -> SSAValue:
+        """A uniform value as an SSA value."""
+        if isinstance(value, _Constant):
+            return e.constant(value.value, value.type)
+        assert isinstance(value, SSAValue)
+        return value
 
     def _vector(self, e: Emitter, value: _Value) -> _Vector:
         """Any value as a vector."""
@@ -349,6 +403,7 @@ class _Nest:
             return value
         if isinstance(value, _Lanes):
             return _Vector(e.insert(FromElementsOp(value.values)))
+        value = self._scalar(e, value)
         type = VectorType(value.type, [self.width])
         return _Vector(e.insert(vector.BroadcastOp(value, type)))
 
@@ -362,7 +417,7 @@ class _Nest:
                 e.insert(vector.ExtractOp(value.value, [lane], element))
                 for lane in range(self.width)
             )
-        return (value,) * self.width
+        return (self._scalar(e, value),) * self.width
 
     def _addresses(
         self, e: Emitter, operand: int, point: dict[int, IndexLike]
@@ -384,6 +439,10 @@ class _Nest:
         source = (*self.inputs, *self.outputs)[operand]
         assert isinstance(source.type, MemRefType)
         addresses, lanes = self._addresses(e, operand, point)
+        if not lanes:
+            known = self.constants.entry(source, addresses)
+            if known is not None:
+                return known
         indices = [e.index(i) for i in addresses]
         if not lanes:
             return e.insert(memref.LoadOp.get(source, indices))
@@ -408,11 +467,10 @@ class _Nest:
             addresses, lanes = self._addresses(e, len(self.inputs) + k, point)
             indices = [e.index(i) for i in addresses]
             if not lanes or self.lane is not None:
-                assert isinstance(value, SSAValue)
                 if lanes:
                     assert self.lane is not None
                     indices.append(e.index(self.lane))
-                e.insert(memref.StoreOp.get(value, target, indices))
+                e.insert(memref.StoreOp.get(self._scalar(e, value), target, indices))
             elif _is_float(target.type.element_type):
                 vectors = self._vector(e, value).value
                 e.insert(vector.StoreOp(vectors, target, [*indices, e.index(0)]))
@@ -444,6 +502,40 @@ class _Nest:
                 values[op.results[0]] = self._operation(e, op, operands)
         raise AssertionError("linalg.generic without linalg.yield")
 
+    def _simplify(
+        self, e: Emitter, op: Operation, operands: Sequence[_Value]
+    ) -> _Value | None:
+        """Products and sums with table entries that are 0, 1 or -1.
+
+        Tables of finite elements are full of them; GEM drops those that it sees in the same way.
+        """
+        if len(operands) != 2 or not any(isinstance(v, _Constant) for v in operands):
+            return None
+        left, right = operands
+        a = left.value if isinstance(left, _Constant) else None
+        b = right.value if isinstance(right, _Constant) else None
+        if isinstance(op, arith.MulfOp):
+            if a is not None and b is not None:
+                return _Constant(a * b, _element(left))
+            if a == 0 or b == 0:
+                return _Constant(0.0, _element(left))
+            for factor, other in ((a, right), (b, left)):
+                if factor == 1:
+                    return other
+                if factor == -1:
+                    return self._operation(e, arith.NegfOp(op.operands[0]), [other])
+        if isinstance(op, arith.AddfOp):
+            if a == 0:
+                return right
+            if b == 0:
+                return left
+        if isinstance(op, arith.SubfOp):
+            if b == 0:
+                return left
+            if a == 0:
+                return self._operation(e, arith.NegfOp(op.operands[0]), [right])
+        return None
+
     def _index(self, e: Emitter, dim: int, point: dict[int, IndexLike]) -> _Value:
         if not self.varying or dim < self.rank - 1:
             return e.index(point[dim])
@@ -453,8 +545,11 @@ class _Nest:
 
     def _operation(self, e: Emitter, op: Operation, operands: Sequence[_Value]) -> _Value:
         """One scalar operation of the body on whatever its operands are."""
-        if all(isinstance(v, SSAValue) for v in operands):
-            return e.insert(_copy(op, [v for v in operands if isinstance(v, SSAValue)], None))
+        simple = self._simplify(e, op, operands)
+        if simple is not None:
+            return simple
+        if all(isinstance(v, SSAValue | _Constant) for v in operands):
+            return e.insert(_copy(op, [self._scalar(e, v) for v in operands], None))
         scalar = isinstance(op, memref.LoadOp) or not any(
             isinstance(v, _Vector) or _is_float(_element(v)) for v in operands
         )
