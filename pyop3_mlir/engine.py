@@ -39,7 +39,7 @@ from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, get_device
 from pyop3_mlir.runtime.executable import BoundFunction, Executable, aligned_empty
 
-__all__ = ["BoundLoop", "compile", "choose_schedule", "executable_for", "impossible", "run"]
+__all__ = ["BoundLoop", "compile", "choose_schedule", "executable_for", "fitting", "impossible", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +108,7 @@ class BoundLoop:
     def __init__(
         self, parloop: Parloop, schedule: Schedule, device: Device, reason: str = "given"
     ) -> None:
-        if parloop.order_dependent:
-            # each entity has to see what the one before it stored
-            schedule = replace(schedule, width=1)
+        schedule = fitting(schedule, parloop)
         self.parloop = parloop
         self.schedule = schedule
         self.device = device
@@ -150,7 +148,6 @@ class _InOrder:
     """One dispatch over all cells."""
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
-        schedule = _fitting(schedule, parloop.iteration_set.size)
         executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
         self._call = _bind(executable, parloop, parloop.iteration_set.entities)
 
@@ -171,7 +168,7 @@ class _Colour:
             parloop = planning.order_free(self._parloop, stop, start)
             colouring = planning.colour_loop(parloop, stop, start)
             spec = replace(parloop.spec, entities=colouring.order.dtype.str)
-            schedule = _fitting(self._schedule, len(colouring.order))
+            schedule = fitting(self._schedule, parloop, len(colouring.order))
             executable = executable_for(parloop.kernel, spec, schedule, self._device)
             call = _bind(executable, parloop, colouring.order)
             self._plans[start, stop] = call, [int(offset) for offset in colouring.offsets]
@@ -188,7 +185,6 @@ class _Segmented:
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
         self._parloop = parloop
-        schedule = _fitting(schedule, parloop.iteration_set.size)
         self._executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
         self._numbers = segmented_arguments(parloop.spec)
         iterations = parloop.iteration_set
@@ -239,9 +235,16 @@ class _Segmented:
             call(0, targets)
 
 
-def _fitting(schedule: Schedule, iterations: int) -> Schedule:
-    """The schedule for a set of so many iterations: a block may not be larger than the set."""
-    return schedule if iterations >= schedule.width else replace(schedule, width=1)
+def fitting(schedule: Schedule, parloop: Parloop, iterations: int | None = None) -> Schedule:
+    """The schedule that a loop can have: a block may not be larger than the set of iterations.
+
+    Where entities have to see what those before them stored, a block is one entity.
+    """
+    if iterations is None:
+        iterations = parloop.iteration_set.size
+    if iterations < schedule.width or parloop.order_dependent:
+        return replace(schedule, width=1)
+    return schedule
 
 
 def _bind(
