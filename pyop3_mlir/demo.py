@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,13 @@ from pyop3_mlir.bench.engine import interleave
 from pyop3_mlir.bench.meshes import Mesh
 from pyop3_mlir.bench.reference import apply, assemble_matrix, element_matrices
 from pyop3_mlir.errors import Pyop3MlirError
+from pyop3_mlir.lowering.schedule import STRATEGIES
 from pyop3_mlir.options import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pyop3_mlir.autotune.choose import Choice
-    from pyop3_mlir.autotune.tuner import Measurement, TuningResult
     from pyop3_mlir.engine import BoundLoop
 
 __all__ = ["DemoError", "Part", "bundled_mesh", "read_part", "run_demo"]
@@ -228,7 +228,7 @@ def run_demo(
 
 
 def _assemble(space: Mesh, rank: int, options: Options, console: Console) -> Assembly:
-    """Tune and compile one loop, run it, and time it."""
+    """Tune and compile one loop, compare the strategies, and leave its result in its output."""
     from pyop3_mlir import engine
     from pyop3_mlir.runtime.devices import get_device
 
@@ -238,37 +238,56 @@ def _assemble(space: Mesh, rank: int, options: Options, console: Console) -> Ass
     bound = engine.BoundLoop(loop.parloop, choice.schedule, device, choice.reason)
     assembly = Assembly(loop, bound, choice)
     console.print(f"[bold]{assembly.title}[/]: {choice.schedule}, {choice.reason}")
-    if choice.result is not None:
-        console.print(_strategies(choice.result))
-    (assembly.seconds,) = interleave([bound], 9)
-    loop.output[...] = 0.0
-    bound()
+    runs: dict[str, BoundLoop] = {choice.schedule.strategy: bound}
+    reasons: dict[str, str] = {}
+    for strategy in STRATEGIES:
+        if strategy in runs:
+            continue
+        reason = engine.impossible(loop.parloop, strategy, device)
+        if reason is None:
+            other = replace(choice.schedule, strategy=strategy)
+            runs[strategy] = engine.BoundLoop(loop.parloop, other, device)
+        else:
+            reasons[strategy] = reason
+    results = {}
+    for strategy, run in runs.items():
+        loop.output[...] = 0.0
+        run()
+        results[strategy] = np.array(loop.output)
+    expected = results[choice.schedule.strategy]
+    differences = {
+        strategy: float(np.abs(result - expected).max() / np.abs(expected).max())
+        for strategy, result in results.items()
+    }
+    seconds = dict(zip(runs, interleave(list(runs.values()), 9), strict=True))
+    assembly.seconds = seconds[choice.schedule.strategy]
+    console.print(_strategies(seconds, differences, reasons))
+    loop.output[...] = expected
     return assembly
 
 
-def _strategies(result: TuningResult) -> Any:
-    """Tabulate the best schedule of each strategy; the bar charts show all of them."""
+def _strategies(
+    seconds: Mapping[str, float], differences: Mapping[str, float], reasons: Mapping[str, str]
+) -> Any:
+    """Tabulate the scatter strategies at the chosen batching; the chosen one comes first."""
     from rich.table import Table
 
-    timed: dict[str, list[Measurement]] = {}
-    for measurement in result.measurements:
-        if measurement.samples:
-            timed.setdefault(measurement.schedule.strategy, []).append(measurement)
-    fastest = min(m.seconds for group in timed.values() for m in group) if timed else 1.0
-    table = Table()
-    for name in ("strategy", "its best schedule", "median", "relative", "slowest", "measured"):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    for strategy, group in timed.items():
-        best, worst = group[0].seconds, max(m.seconds for m in group)
+    chosen = next(iter(seconds))
+    table = Table("strategy", caption="difference: from the first, relative to the largest entry")
+    for name in ("time", "relative", "difference"):
+        table.add_column(name, justify="right")
+    table.add_column("note")
+    for strategy, time_s in seconds.items():
         table.add_row(
             strategy,
-            str(group[0].schedule).partition("/")[2],
-            f"{best * 1e3:.3f} ms",
-            f"{best / fastest:.2f}",
-            f"{worst * 1e3:.3f} ms",
-            str(len(group)),
-            style="bold" if strategy == result.best.strategy else "",
+            f"{time_s * 1e3:.3f} ms",
+            f"{time_s / seconds[chosen]:.2f}",
+            f"{differences[strategy]:.0e}" if differences[strategy] else "none",
+            "chosen by the tuner" if strategy == chosen else "",
+            style="bold" if strategy == chosen else "",
         )
+    for strategy, reason in reasons.items():
+        table.add_row(strategy, "", "", "", reason, style="dim")
     return table
 
 
@@ -383,7 +402,7 @@ def _summary(assemblies: list[Assembly]) -> Any:
 
     table = Table(title="assembly of the Laplacian")
     table.add_column("loop")
-    for name in ("entries", "engine", "GFLOP/s", "numpy", "faster by", "difference"):
+    for name in ("entries", "engine", "GFLOP/s", "numpy", "difference"):
         table.add_column(name, justify="right")
     table.add_column("schedule")
     for a in assemblies:
@@ -393,7 +412,6 @@ def _summary(assemblies: list[Assembly]) -> Any:
             f"{a.seconds * 1e3:.2f} ms",
             f"{a.loop.flops / a.seconds * 1e-9:.1f}",
             f"{a.numpy_seconds * 1e3:.0f} ms",
-            f"{a.numpy_seconds / a.seconds:.0f}",
             f"{a.difference:.1e}",
             str(a.bound.schedule),
         )
