@@ -150,7 +150,7 @@ def run_demo(
     output: Path | str = "demo-output",
     *,
     device: str | None = None,
-    tune_budget: float = 8.0,
+    tune_budget: float = 15.0,
     hot: str = "bearing",
     cold: str = "bolts",
     console: Console | None = None,

@@ -1,14 +1,18 @@
 """The loop in C against numpy: a baseline that computes something else would be no baseline."""
 
+import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pyop3_mlir.bench.baseline import Baseline, BaselineUnavailableError, loop_code
 from pyop3_mlir.bench.cases import CASES, FormLoop, case_named
+from pyop3_mlir.bench.engine import KEYS, geometric_mean, interleave, run_case, run_engine_bench
 from pyop3_mlir.bench.meshes import Mesh, aligned, tetrahedra, triangles
 from pyop3_mlir.bench.reference import apply, assemble_matrix, element_matrices
+from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.parloop import MAX, MIN, RW, WRITE, Argument, IndexTable, IterationSet, Parloop
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
@@ -135,3 +139,46 @@ def test_aligned_arrays_start_at_64_bytes() -> None:
         assert array.ctypes.data % 64 == 0
         assert array.flags.c_contiguous
         assert not array.any()
+
+
+@needs_gcc
+def test_bench_writes_a_row_for_each_case(tmp_path: Path) -> None:
+    names = ["laplace_p1_triangle_action", "laplace_p1_triangle_matrix"]
+    path = tmp_path / "rows.json"
+    rows = run_engine_bench(path, names, size=0.005, runs=7, schedule=Schedule())
+    assert json.loads(path.read_text()) == rows
+    assert [row["case"] for row in rows] == names
+    for row in rows:
+        assert tuple(row) == KEYS
+        assert row["cells"] == 2 * 14**2
+        assert row["dofs"] == 15**2
+        assert row["strategy"] == "in_order"
+        assert row["error"] < 1e-13
+        assert row["ratio"] == row["baseline_s"] / row["ours_s"]
+
+
+def test_bench_without_gcc_says_so_and_compares_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    row = run_case(case_named("mass_p2_triangle_action"), size=0.005, runs=7, schedule=Schedule())
+    assert row["baseline"] == "none: gcc is not installed"
+    assert row["baseline_s"] is None
+    assert row["ratio"] is None
+    assert row["error"] < 1e-13
+
+
+def test_fewer_than_seven_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 runs are too few"):
+        run_case(CASES[0], runs=6)
+
+
+def test_functions_are_timed_in_turn() -> None:
+    calls = []
+    ticks = iter(range(10_000))
+    interleave([lambda: calls.append("a"), lambda: calls.append("b")], 3, clock=lambda: next(ticks))
+    # two calls of each to warm up and to find the size of a sample, then turns
+    assert "".join(calls) == "aabb" + "ab" * 3
+
+
+def test_geometric_mean() -> None:
+    assert np.isclose(geometric_mean([1.0, 2.0, 4.0]), 2.0)
+    assert np.isnan(geometric_mean([]))
