@@ -349,6 +349,33 @@ def test_invoke_leaves_the_transfers_to_the_caller(device):
     np.testing.assert_array_equal(y, 6.0)
 
 
+def test_memory_of_other_libraries_is_shared(host):
+    x, y = aligned_empty(10), aligned_empty(10)
+    x[:], y[:] = np.arange(10), 1.0
+    operands = [Buffer.from_dlpack(array, host) for array in (x, y)]
+    call = load(ADD, host).bind("loop", operands)
+    assert call.zero_copy
+    call(0, 10)
+    np.testing.assert_array_equal(y, np.arange(10) + 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "complex128", "float32"])
+def test_integers_of_other_libraries_have_no_sign(host, dtype):
+    mlir = {"int32": "i32", "uint32": "i32", "int64": "i64", "float32": "f32"}
+    type_ = mlir.get(dtype, "complex<f64>")
+    y = aligned_empty(4, dtype)
+    y[:] = 7
+    body = f"%c = {'complex.add' if 'c' in type_ else 'arith.add' + type_[0]} %a, %b : {type_}"
+    buffer = Buffer.from_dlpack(y, host)
+    load(elementwise(body, type_), host).bind("loop", [np.ones(4, dtype), buffer])(0, 4)
+    np.testing.assert_array_equal(y, np.full(4, 8, dtype))
+
+
+def test_memory_that_cannot_be_shared_is_refused(host):
+    with pytest.raises(DeviceError, match=r"memory of a ndarray cannot be shared: .*aligned to 64"):
+        Buffer.from_dlpack(shifted(10, 1), host)
+
+
 def test_threads_have_room_for_a_block_of_cells():
     """IREE's worker threads have 128 KiB of stack by default."""
     for spec in HOSTS:

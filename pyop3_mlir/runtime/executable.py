@@ -93,7 +93,7 @@ class Buffer:
 
     __slots__ = (
         "_clock", "_host", "_memory", "_semaphore", "_staging",
-        "array", "constant", "device", "view", "zero_copy",
+        "array", "constant", "device", "dtype", "view", "writeable", "zero_copy",
     )  # fmt: skip
 
     def __init__(
@@ -111,16 +111,9 @@ class Buffer:
         element = _ELEMENT_TYPES.get(array.dtype)
         if element is None:
             raise DeviceError(f"arrays of dtype {array.dtype} cannot be passed to a device")
-        self.array = array
-        self.device = device
+        self._reset(array, device, array.dtype)
         self.constant = constant
-        self.zero_copy = False
-        # the aligned copy on the CPU; the memory of another device and what copies go through
-        self._host: npt.NDArray[Any] | None = None
-        self._memory: Any = None
-        self._staging: Any = None
-        self._semaphore: Any = None
-        self._clock = 0
+        self.writeable = array.flags.writeable
         try:
             self.view = self._open(element, alignment)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
@@ -128,6 +121,53 @@ class Buffer:
                 f"device {device}: an array of shape {array.shape} and dtype {array.dtype} "
                 f"({array.nbytes} bytes) cannot be made available: {error}"
             ) from error
+
+    @classmethod
+    def from_dlpack(cls, exporter: Any, device: Device) -> Buffer:
+        """Share memory that another library allocated, on the same device.
+
+        Parameters
+        ----------
+        exporter
+            Has ``__dlpack__`` (a CuPy or PyTorch array, ``petsc4py``'s ``Vec``): contiguous and, on
+            the CPU, aligned to 64 bytes. Kept alive by the buffer. What its library still has to do
+            with the memory must be done before each call.
+        device
+            The one that the memory belongs to.
+
+        Raises
+        ------
+        DeviceError
+            Where the memory cannot be shared.
+        """
+        try:
+            view = device.hal.from_dlpack_capsule(exporter.__dlpack__())
+            dtype = np.dtype(iree.HalElementType.map_to_dtype(view.element_type))
+            shared = iree.HalBufferView(view.get_buffer(), view.shape, _ELEMENT_TYPES[dtype])
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, BufferError) as error:
+            raise DeviceError(
+                f"device {device}: the memory of a {type(exporter).__name__} cannot be shared: "
+                f"{error}"
+            ) from error
+        buffer = cls.__new__(cls)
+        buffer._reset(exporter, device, dtype)
+        buffer.constant = False
+        buffer.writeable = True
+        buffer.zero_copy = True
+        buffer.view = shared
+        return buffer
+
+    def _reset(self, array: Any, device: Device, dtype: np.dtype[Any]) -> None:
+        self.array = array
+        self.device = device
+        self.dtype = dtype
+        self.zero_copy = False
+        # the aligned copy on the CPU; the memory of another device and what copies go through
+        self._host: npt.NDArray[Any] | None = None
+        self._memory: Any = None
+        self._staging: Any = None
+        self._semaphore: Any = None
+        self._clock = 0
 
     def _open(self, element: Any, alignment: int) -> Any:
         array, device = self.array, self.device
@@ -308,13 +348,15 @@ class _Signature:
         written = tuple(tied[result] for result in range(count))
         return cls(function, scalars, tuple(elements), written, alignment)
 
-    def check(self, position: int, array: npt.NDArray[Any]) -> None:
-        expected, given = self.elements[position], _MLIR_TYPES[array.dtype]
+    def check(self, position: int, buffer: Buffer) -> None:
+        """Raise unless the buffer suits the argument."""
+        expected, given = self.elements[position], _MLIR_TYPES[buffer.dtype]
         if expected != given:
             raise DeviceError(
-                f"the function takes elements of type {expected}, the array has dtype {array.dtype}"
+                f"the function takes elements of type {expected}, the array has "
+                f"dtype {buffer.dtype}"
             )
-        if position in self.written and not array.flags.writeable:
+        if position in self.written and not buffer.writeable:
             raise DeviceError("the function writes to it, but the array is read-only")
 
 
@@ -416,7 +458,7 @@ class Executable:
                         array, self.device, signature.alignment, constant=position in constant
                     )
                 )
-                signature.check(position, buffer.array)
+                signature.check(position, buffer)
             except DeviceError as error:
                 raise DeviceError(f"loop {self.name}, operand {position}: {error}") from error
             buffers.append(buffer)
