@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pyop3_mlir.lowering.opt import all_passes
+
 ROOT = Path(__file__).parent / "filecheck"
 FILES = sorted(ROOT.rglob("*.mlir"))
 
@@ -23,3 +25,9 @@ def test_file(path, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted({found.name for found in all_passes()}))
+def test_every_pass_has_a_test(name):
+    wanted = f"{name.replace('-', '_')}.mlir"
+    assert wanted in {path.name for path in FILES}, f"add tests/filecheck/{wanted}"
