@@ -163,6 +163,48 @@ def tune(
         bar_chart(choice.result, chart, loop.name)
 
 
+@app.command()
+def explain(
+    target: Target,
+    device: Device = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="Print only this stage; may be given several times.")
+    ] = None,
+    tune: Annotated[
+        str | None, typer.Option(help="off, cached or force; else the setting `tune`.")
+    ] = None,
+    size: Annotated[float, typer.Option(help="Factor on a case's number of cells.")] = 1.0,
+) -> None:
+    """Show what becomes of a loop: its kernel, the strategies, the tuner's table, every stage."""
+    from pyop3_mlir.explain import explain
+
+    options = Options.resolve(device=device, tune=tune)
+    found = explain(_load_loop(target, size), options=options)
+    stages = found.stages
+    for name in stage or ():
+        if name not in stages:
+            raise OptionError(f"--stage: there is no stage {name}; there are {', '.join(stages)}")
+    console = _console()
+    if not stage:
+        console.rule("kernel")
+        # as it is: brackets are no markup, and lines are not to be broken
+        console.out(found.kernel, highlight=False)
+        console.rule("arguments")
+        console.out("\n".join(found.arguments), highlight=False)
+        console.rule("schedule")
+        table = Table("strategy", f"on {found.device}")
+        for strategy, reason in found.strategies.items():
+            table.add_row(strategy, "possible" if reason is None else f"not possible: {reason}")
+        console.print(table)
+        console.print(f"[bold]{found.schedule}[/]: {escape(found.reason)}", highlight=False)
+        if found.result is not None:
+            console.print(found.result.table())
+    for name, text in stages.items():
+        if not stage or name in stage:
+            console.rule(name)
+            console.out(text, highlight=False)
+
+
 def _load_loop(target: str, size: float) -> Parloop:
     """Make the loop that a TARGET argument names."""
     from pyop3_mlir.parloop import Parloop

@@ -134,6 +134,26 @@ def test_tune_prints_the_table_and_remembers(cache_dir, tmp_path):
     assert len(Cache(cache_dir / "tuning").list()) == 1
 
 
+def test_explain_shows_every_stage(cache_dir):
+    done = invoke("explain", LOOP, "--tune", "off")
+    assert done.exit_code == 0, done.output
+    for text in ("kernel neighbours", "in_order", "tensor", "vectorise", "flow.dispatch"):
+        assert text in done.output
+    assert "not possible" in done.output
+
+
+def test_explain_one_stage_is_mlir_alone(cache_dir):
+    done = invoke("explain", LOOP, "--tune", "off", "--stage", "tensor")
+    assert "linalg.generic" in done.output
+    assert "flow.dispatch" not in done.output
+    assert "not possible" not in done.output
+
+
+def test_explain_names_the_stages_that_there_are(cache_dir):
+    done = invoke("explain", LOOP, "--tune", "off", "--stage", "tensors")
+    assert "there are tensor, " in str(done.exception)
+
+
 def test_a_loop_from_a_file(cache_dir, tmp_path):
     file = tmp_path / "my_loop.py"
     file.write_text("from pyop3_mlir.doctor import small_loop as edges\n")
