@@ -103,7 +103,14 @@ class Emitter:
         return op.results[0] if op.results else None  # type: ignore[return-value]
 
     def constant(self, value: Any, type: Attribute) -> SSAValue:
-        """A constant of a scalar type."""
+        """A constant of a scalar type; equal constants are one operation."""
+        # the bytes tell 0.0 from -0.0, and NaN is equal to itself
+        key = (np.asarray(value).tobytes(), type)
+        if key not in self._constants:
+            self._constants[key] = self._new_constant(value, type)
+        return self._constants[key]
+
+    def _new_constant(self, value: Any, type: Attribute) -> SSAValue:
         if isinstance(type, ComplexType):
             part = type.element_type
             return self.insert(
@@ -400,6 +407,8 @@ def _complex_power(e: Emitter, base: SSAValue, exponent: int) -> SSAValue:
 def _integer(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
     name = op.name
     unsigned = op.children[-1].dtype.kind == "u"
+    if name in ("div", "floordiv", "rem"):
+        operands = [operands[0], _divisor(e, operands[1], op.children[1])]
     if name in _INTEGER_COMPARE:
         predicate = _INTEGER_COMPARE[name]
         if unsigned and predicate.startswith("s"):
@@ -424,6 +433,14 @@ def _integer(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
         negative = e.insert(arith.SubiOp(e.constant(0, type), operands[0]))
         return e.insert(arith.MaxSIOp(operands[0], negative))
     raise _unsupported(op)
+
+
+def _divisor(e: Emitter, value: SSAValue, expr: Expr) -> SSAValue:
+    """A divisor that is not zero: both branches of a select run, and the processor may trap."""
+    if isinstance(expr, Scalar) and int(expr.value):
+        return value
+    zero, one = (e.constant(number, value.type) for number in (0, 1))
+    return e.insert(arith.SelectOp(e.insert(arith.CmpiOp(value, zero, "eq")), one, value))
 
 
 def _cast(e: Emitter, value: SSAValue, source: np.dtype[Any], target: np.dtype[Any]) -> SSAValue:
