@@ -1,7 +1,7 @@
-"""Running loops: a :class:`~pyop3_mlir.parloop.Parloop` compiled for a device and bound to its arrays.
+"""Running loops: a :class:`~pyop3_mlir.parloop.Parloop` compiled and bound to its arrays.
 
-:func:`compile` chooses a schedule, lowers and compiles (or finds the module in the cache), plans the
-scatter, and returns a :class:`BoundLoop`, which runs in place each time it is called::
+:func:`compile` chooses a schedule, lowers and compiles (or finds the module in the cache), plans
+the scatter, and returns a :class:`BoundLoop`, which runs in place each time it is called::
 
     loop = engine.compile(parloop)
     loop()               # all owned entities
@@ -11,6 +11,7 @@ scatter, and returns a :class:`BoundLoop`, which runs in place each time it is c
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,15 @@ from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, get_device
 from pyop3_mlir.runtime.executable import BoundFunction, Executable, aligned_empty
 
-__all__ = ["BoundLoop", "compile", "choose_schedule", "executable_for", "fitting", "impossible", "run"]
+__all__ = [
+    "BoundLoop",
+    "choose_schedule",
+    "compile",
+    "executable_for",
+    "fitting",
+    "impossible",
+    "run",
+]
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +122,17 @@ class BoundLoop:
         self.schedule = schedule
         self.device = device
         self.reason = reason
-        runners = {"in_order": _InOrder, "colour": _Colour, "segmented": _Segmented}
-        reason = impossible(parloop, schedule.strategy, device)
-        if reason is None and schedule.batching == "flat" and parloop.order_dependent:
-            reason = "entities read what others wrote (RW), so they cannot all be gathered first"
-        if reason is not None:
+        runners: dict[str, type[_InOrder | _Colour | _Segmented]] = {
+            "in_order": _InOrder,
+            "colour": _Colour,
+            "segmented": _Segmented,
+        }
+        obstacle = impossible(parloop, schedule.strategy, device)
+        if obstacle is None and schedule.batching == "flat" and parloop.order_dependent:
+            obstacle = "entities read what others wrote (RW), so they cannot all be gathered first"
+        if obstacle is not None:
             raise UnsupportedLoopError(
-                f"loop {parloop.name}: {schedule} is not available on {device}: {reason}"
+                f"loop {parloop.name}: {schedule} is not available on {device}: {obstacle}"
             )
         self._runner = runners[schedule.strategy](parloop, schedule, device)
 
@@ -176,7 +189,7 @@ class _Colour:
 
     def run(self, start: int, stop: int) -> None:
         call, offsets = self._plan(start, stop)
-        for first, last in zip(offsets, offsets[1:], strict=False):
+        for first, last in itertools.pairwise(offsets):
             call(first, last)
 
 

@@ -75,9 +75,7 @@ def explain(
     if not isinstance(device, Device):
         device = get_device(device or options.device)
     legal = legal_strategies(parloop, DeviceTraits.of(device))
-    strategies = {
-        name: legal.get(name) or impossible(parloop, name, device) for name in STRATEGIES
-    }
+    strategies = {name: legal.get(name) or impossible(parloop, name, device) for name in STRATEGIES}
     reason, result = "given", None
     if schedule is None:
         choice = choose_schedule(parloop, device, options)

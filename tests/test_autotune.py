@@ -442,7 +442,8 @@ def test_write_through_a_map_is_not_for_atomics():
 
 
 def test_atomics_need_the_device_and_a_real_type():
-    assert "device" in legal_strategies(writes(INC), AVX2)["atomic"]
+    assert "CPU" in legal_strategies(writes(INC), AVX2)["atomic"]
+    assert "device" in legal_strategies(writes(INC), DeviceTraits(gpu=True))["atomic"]
     assert legal_strategies(writes(INC), GPU)["atomic"] is None
     assert "complex" in legal_strategies(writes(INC, np.complex128), GPU)["atomic"]
 

@@ -164,7 +164,9 @@ def legal_strategies(loop: Parloop, traits: DeviceTraits) -> dict[str, str | Non
     if any(a.access is Access.RW for a in indirect):
         for name in ("segmented", "atomic"):
             reasons[name] = "an argument is read and written through a map"
-    if not traits.atomics:
+    if not traits.gpu:
+        reasons["atomic"] = "on a CPU the others need no atomics and give the same sum each time"
+    elif not traits.atomics:
         reasons["atomic"] = "the device has no atomic addition of floating point numbers"
     elif any(a.access is Access.WRITE for a in indirect):
         reasons["atomic"] = "WRITE through a map: the last entity has to win"

@@ -338,7 +338,8 @@ def compare(
 ) -> None:
     """Raise :class:`VerificationError` unless two results agree to rounding.
 
-    The largest difference may be 1e-12 (single precision: 1e-5) of the largest value that takes part.
+    The largest difference may be 1e-12 (single precision: 1e-5) of the largest value that takes
+    part.
     """
     if not found.size:
         return

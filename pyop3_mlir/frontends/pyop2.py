@@ -1,9 +1,8 @@
 """Read PyOP2's parallel loops.
 
-:func:`read_parloop` turns a ``pyop2.parloop.Parloop`` into a
-:class:`~pyop3_mlir.parloop.Parloop` on the same memory and changes nothing in it. What that costs is
-paid once: local kernels, index tables and positions in matrices are kept with the PyOP2 objects that
-they were made from.
+:func:`read_parloop` turns a ``pyop2.parloop.Parloop`` into a :class:`~pyop3_mlir.parloop.Parloop`
+on the same memory and changes nothing in it. What that costs is paid once: local kernels, index
+tables and positions in matrices are kept with the PyOP2 objects that they were made from.
 
 PyOP2's own meaning of a loop is in ``pyop2/codegen/builder.py``: which packs start at zero, how
 maps are permuted, composed and extruded, and which layers a region visits.

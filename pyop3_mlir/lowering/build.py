@@ -1,10 +1,10 @@
-"""The first stage: a loop as one function of upstream linalg, tensor, arith, math and scf operations.
+"""The first stage: a loop as one function of upstream MLIR operations.
 
-The function has the operands of :func:`operand_types` and works on all cells at once: every value is
-a tensor with the cell as its last dimension, a :class:`~pyop3_mlir.kernels.program.Compute` is one
-``linalg.generic`` over ``[dims..., cell]``, a gather is one whose body extracts from a buffer at an
-index read from a table, and the scatter is a sequential loop over the cells. The passes in
-``lowering/passes`` turn it into what runs.
+The function, of linalg, tensor, arith, math and scf, has the operands of :func:`operand_types` and
+works on all cells at once: every value is a tensor with the cell as its last dimension, a
+:class:`~pyop3_mlir.kernels.program.Compute` is one ``linalg.generic`` over ``[dims..., cell]``, a
+gather is one whose body extracts from a buffer at an index read from a table, and the scatter is a
+sequential loop over the cells. The passes in ``lowering/passes`` turn it into what runs.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Builder:
             if isinstance(node, Load)
         }
         for argument in self.kernel.arguments:
-            if argument in used and argument.size:
+            if argument in used:
                 self._gather(argument)
         for statement in self.kernel.statements:
             self._compute(statement)
@@ -277,6 +277,10 @@ class _Builder:
         spec = self.of[argument]
         varying = spec.kind is not Kind.GLOBAL
         element = local_type(argument.dtype)
+        if not argument.size:
+            self.values[argument] = self._empty(argument.shape, element, varying)
+            self.varying[argument] = varying
+            return
         if not spec.access.gathers:
             zero = self.e.constant(np.zeros((), argument.dtype)[()], element)
             empty = self._empty(argument.shape, element, True)
@@ -687,8 +691,17 @@ class _Layout:
     def _slot(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
         values = dict(zip(self.output.dims, self.value_indices(e, indices), strict=True))
 
-        def leaf(node: Expr, _: Mapping[Expr, SSAValue]) -> SSAValue | None:
-            return e.index(values[node.dim]) if isinstance(node, IndexOf) else None
+        def leaf(node: Expr, found: Mapping[Expr, SSAValue]) -> SSAValue | None:
+            if isinstance(node, IndexOf):
+                return e.index(values[node.dim])
+            if not isinstance(node, Load):
+                return None
+            assert isinstance(node.source, Table), "where an output goes does not depend on data"
+            indices = [found[child] for child in node.children]
+            table = e.dense(node.source.values)
+            return _loaded(
+                e, node.source, e.insert(tensor.ExtractOp(table, indices, storage_of(node.source)))
+            )
 
         return emit_bodies(e, [self.output.slot], leaf)[0]
 
@@ -753,7 +766,7 @@ def _affine(values: np.ndarray[Any, Any], extents: Sequence[int]) -> tuple[int, 
     constant = int(values[origin])
     coefficients = []
     for d, extent in enumerate(extents):
-        step = origin[:d] + (1,) + origin[d + 1 :]
+        step = (*origin[:d], 1, *origin[d + 1 :])
         coefficients.append(int(values[step]) - constant if extent > 1 else 0)
     grid = np.indices(extents) if extents else np.zeros((0,))
     predicted = constant + sum(

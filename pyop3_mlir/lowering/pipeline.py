@@ -12,8 +12,8 @@ stage                 made by                                         dialects
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
 
-Everything before ``outline-dispatch`` is upstream MLIR. With flat batching only the scatter takes the
-way through memrefs; the rest stays on tensors, and IREE makes its own dispatches of it.
+Everything before ``outline-dispatch`` is upstream MLIR. With flat batching only the scatter takes
+the way through memrefs; the rest stays on tensors, and IREE makes its own dispatches of it.
 """
 
 from __future__ import annotations

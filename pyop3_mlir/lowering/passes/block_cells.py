@@ -25,10 +25,10 @@ class BlockCellsPass(ModulePass):
 
     Needs the tensor stage: ``start`` and ``stop`` as the first two index casts, ``count`` their
     difference, the cell as the last, dynamic dimension of every local tensor. Leaves the same
-    operations on static shapes inside one ``scf.for`` that carries the buffers; what does not depend
-    on the cell stays before it. The last block is moved back, so that it is whole, and its scatter
-    leaves out what the block before it has done. There have to be at least ``width`` iterations in
-    the set, though not in the range that is run.
+    operations on static shapes inside one ``scf.for`` that carries the buffers; what does not
+    depend on the cell stays before it. The last block is moved back, so that it is whole, and its
+    scatter leaves out what the block before it has done. There have to be at least ``width``
+    iterations in the set, though not in the range that is run.
     """
 
     name = "block-cells"
@@ -56,7 +56,7 @@ def _block(function: func.FuncOp, width: int) -> None:
     returned = ops[-1]
     assert isinstance(returned, func.ReturnOp)
     scatter = {r.owner for r in returned.operands if isinstance(r.owner, scf.ForOp)}
-    carried = [operand for op in scatter for operand in op.iter_args]  # type: ignore[union-attr]
+    carried = [operand for op in scatter for operand in op.iter_args]
 
     dependent: set[SSAValue] = {start, count}
     inside: list[Operation] = []

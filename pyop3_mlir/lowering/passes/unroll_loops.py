@@ -20,8 +20,8 @@ __all__ = ["UnrollLoopsPass"]
 class UnrollLoopsPass(ModulePass):
     """Unroll loops with constant bounds and without results, innermost first.
 
-    Needs functions on memrefs. Leaves loops that would make more than ``limit`` stores as they are: the
-    scatter of a small element becomes straight code, that of a large one stays short.
+    Needs functions on memrefs. Leaves loops that would make more than ``limit`` stores as they are:
+    the scatter of a small element becomes straight code, that of a large one stays short.
     """
 
     name = "unroll-loops"
