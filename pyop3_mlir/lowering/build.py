@@ -42,10 +42,12 @@ from pyop3_mlir.kernels.program import (
     KernelArgument,
     Load,
     LocalKernel,
+    Op,
     Output,
     Scalar,
     Source,
     Table,
+    Temporary,
     postorder,
 )
 from pyop3_mlir.lowering.dialects.linalg import FillOp
@@ -152,11 +154,29 @@ def build_module(kernel: LocalKernel, spec: LoopSpec, segmented: bool = False) -
     return module
 
 
+def _completed(kernel: LocalKernel, spec: LoopSpec) -> LocalKernel:
+    """The kernel with an output for what it leaves alone, which is stored as it was packed."""
+    changed = {output.argument for output in kernel.outputs}
+    statements, outputs = list(kernel.statements), list(kernel.outputs)
+    for formal, actual in zip(kernel.arguments, spec.arguments, strict=True):
+        if formal in changed or not actual.access.writes or actual.access is INC:
+            continue
+        dims = tuple(Dim(f"i{axis}", extent) for axis, extent in enumerate(formal.shape))
+        value = Temporary(f"{formal.name}_packed", formal.shape, formal.dtype)
+        slot: Expr = Scalar(0)
+        for dim in dims:
+            slot = Op("add", Op("mul", slot, Scalar(dim.extent)), IndexOf(dim))
+        entry = Load(formal, [IndexOf(dim) for dim in dims])
+        statements.append(Compute((value,), dims, (), (entry,)))
+        outputs.append(Output(formal, dims, slot, value))
+    return replace(kernel, statements=tuple(statements), outputs=tuple(outputs))
+
+
 class _Builder:
     """State of building one function."""
 
     def __init__(self, kernel: LocalKernel, spec: LoopSpec, segmented: bool) -> None:
-        self.kernel = kernel
+        self.kernel = kernel = _completed(kernel, spec)
         self.spec = spec
         self.of = dict(zip(kernel.arguments, spec.arguments, strict=True))
         self.segmented = [kernel.arguments[k] for k in segmented_arguments(spec) if segmented]

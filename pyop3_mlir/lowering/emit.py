@@ -251,7 +251,10 @@ def dense_attribute(values: npt.NDArray[Any]) -> DenseIntOrFPElementsAttr[Any]:
     if kind.kind == "b":
         values = values.astype(np.int8)
     type: TensorType[Any] = TensorType(storage_type(kind), values.shape)
-    return DenseIntOrFPElementsAttr.from_list(type, values.reshape(-1).tolist())
+    entries = values.reshape(-1).tolist()
+    if kind.kind == "c":
+        entries = [(entry.real, entry.imag) for entry in entries]
+    return DenseIntOrFPElementsAttr.from_list(type, entries)
 
 
 _FLOAT_BINARY: dict[str, Callable[..., Operation]] = {
