@@ -34,7 +34,7 @@ from pyop3_mlir.lowering.build import reduction_name, segmented_arguments
 from pyop3_mlir.lowering.pipeline import lower
 from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
-from pyop3_mlir.parloop import Argument, Kind, LoopSpec, Parloop
+from pyop3_mlir.parloop import WRITE, Argument, Kind, LoopSpec, Parloop
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, get_device
@@ -197,26 +197,38 @@ class _Segmented:
     """One dispatch writes the contributions of each cell, another lets each target sum its own."""
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
-        self._parloop = parloop
-        self._executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
-        self._numbers = segmented_arguments(parloop.spec)
-        iterations = parloop.iteration_set
+        loop = _by_target(parloop, device)
+        self._loop = loop
+        # the last of several arguments that store to one array is known for a range only
+        self._competing = _competing(loop)
+        if self._competing:
+            loop = planning.order_free(loop)
+        self._executable = executable_for(loop.kernel, loop.spec, schedule, device)
+        self._numbers = segmented_arguments(loop.spec)
         self._contributions = [
-            _zeros(iterations.size * parloop.arguments[k].slots, parloop.arguments[k].buffer.dtype)
-            for k in self._numbers
+            _zeros(loop.iteration_set.size * argument.slots, argument.buffer.dtype)
+            for argument in (loop.arguments[k] for k in self._numbers)
         ]
-        self._fill = _bind(self._executable, parloop, iterations.entities, self._contributions)
-        self._plans: dict[tuple[int, int], list[tuple[Any, int]]] = {}
+        self._fill = self._bind(loop)
+        self._plans: dict[tuple[int, int], tuple[BoundFunction, list[tuple[Any, int]]]] = {}
 
-    def _plan(self, start: int, stop: int) -> list[tuple[Any, int]]:
+    def _bind(self, loop: Parloop) -> BoundFunction:
+        entities = loop.iteration_set.entities
+        return _bind(self._executable, loop, entities, self._contributions)
+
+    def _plan(self, start: int, stop: int) -> tuple[BoundFunction, list[tuple[Any, int]]]:
+        loop, fill = self._loop, self._fill
+        if self._competing:
+            loop = planning.order_free(loop, stop, start)
+            fill = self._bind(loop)
         calls = []
         for k, contributions in zip(self._numbers, self._contributions, strict=True):
-            argument = self._parloop.arguments[k]
+            argument = loop.arguments[k]
             offsets, numbers = self._segments(argument, start, stop)
             arrays = [offsets, numbers, contributions, argument.buffer.reshape(-1)]
             call = self._executable.bind(reduction_name(k), arrays, constant=[0, 1])
             calls.append((call, len(offsets) - 1))
-        return calls
+        return fill, calls
 
     def _segments(
         self, argument: Argument, start: int, stop: int
@@ -225,14 +237,14 @@ class _Segmented:
         arity = 1 if argument.table is None else argument.table.arity
         if stop * arity > np.iinfo(np.int32).max:
             raise UnsupportedLoopError(
-                f"loop {self._parloop.name}, argument {argument.name}: more contributions than "
+                f"loop {self._loop.name}, argument {argument.name}: more contributions than "
                 "int32 can number"
             )
         if argument.table is None:
             # a global: one target, to which every iteration contributes
             offsets, numbers = np.array([0, stop - start]), np.arange(start, stop)
         else:
-            entities = self._parloop.iteration_set.entities
+            entities = self._loop.iteration_set.entities
             plan = planning.segments(argument.table, stop, entities, start)
             offsets, numbers = plan.offsets, plan.contributions
             if start:
@@ -243,9 +255,41 @@ class _Segmented:
         key = (start, stop)
         if key not in self._plans:
             self._plans[key] = self._plan(start, stop)
-        self._fill(start, stop)
-        for call, targets in self._plans[key]:
+        fill, calls = self._plans[key]
+        fill(start, stop)
+        for call, targets in calls:
             call(0, targets)
+
+
+def _by_target(parloop: Parloop, device: Device) -> Parloop:
+    """The loop with each scalar that it changes as part of one target of one argument.
+
+    Rows that overlap are no targets that can be worked on one by one, and entities that are visited
+    twice are no rows that cells can store to at the same time: both become scalars of a table.
+    """
+    iterations = parloop.iteration_set
+    arguments = []
+    for argument in parloop.arguments:
+        assert argument.stride is not None
+        if argument.access.writes and argument.slots:
+            overlap = argument.kind is Kind.INDIRECT and argument.stride < argument.components
+            shared = argument.kind is Kind.DIRECT and iterations.repeats and device.threads != 1
+            if overlap or shared:
+                argument = planning.as_scalars(argument, iterations.extent)
+        arguments.append(argument)
+    if all(new is old for new, old in zip(arguments, parloop.arguments, strict=True)):
+        return parloop
+    return Parloop(parloop.kernel, iterations, arguments, parloop.name)
+
+
+def _competing(parloop: Parloop) -> bool:
+    """Whether several arguments store to one array, so that the last of all of them wins."""
+    numbers = [
+        spec.buffer
+        for argument, spec in zip(parloop.arguments, parloop.spec.arguments, strict=True)
+        if argument.access is WRITE and argument.slots
+    ]
+    return len(set(numbers)) < len(numbers)
 
 
 def fitting(schedule: Schedule, parloop: Parloop, iterations: int | None = None) -> Schedule:
