@@ -1,0 +1,945 @@
+"""Compiled loops against the sequential reference: every strategy, access mode, kind and dtype.
+
+Most data are small whole numbers, so that sums and products are exact in every dtype and whatever
+the order, and results must be equal. Where rounding matters, all terms are positive and the bound is
+one rounding a term.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse
+from builder import KernelBuilder, dims_of, entry, total
+from meshes import one_cell_periodic, random_map
+from reference import run_parloop_reference
+
+from pyop3_mlir import engine
+from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.kernels.program import Dim, IndexOf, Load, Op, Scalar, Table
+from pyop3_mlir.lowering.schedule import Schedule
+from pyop3_mlir.parloop import (
+    INC,
+    MAX,
+    MIN,
+    READ,
+    RW,
+    WRITE,
+    Argument,
+    IndexTable,
+    IterationSet,
+    Kind,
+    Parloop,
+)
+from pyop3_mlir.planning import csr_pattern, csr_positions
+
+STRATEGIES = ("in_order", "colour", "segmented")
+SCHEDULES = [
+    *(Schedule(strategy) for strategy in STRATEGIES),
+    *(Schedule(strategy, "flat") for strategy in STRATEGIES),
+]
+SHAPES = [(1, 1, 1), (2, 8, 1), (4, 3, 16), (16, 2, 2), (12, 5, 4)]
+
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+
+
+def whole(rng, shape, dtype, low=-4, high=5):
+    """Small whole numbers (complex ones have two parts)."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "u":
+        low = 0
+    values = rng.integers(low, high, shape).astype(dtype)
+    if dtype.kind == "c":
+        values = values + 1j * rng.integers(low, high, shape).astype(dtype)
+    return values.astype(dtype)
+
+
+def differences(ours, theirs):
+    """Names of the arguments whose arrays differ, with the number of entries that do."""
+    found = {}
+    for number, (a, b) in enumerate(zip(ours.arguments, theirs.arguments, strict=True)):
+        wrong = ~((a.buffer == b.buffer) | ((a.buffer != a.buffer) & (b.buffer != b.buffer)))
+        if wrong.any():
+            found[f"{number} {a.name} {a.kind.value} {a.access.name}"] = int(wrong.sum())
+    return found
+
+
+def check(make, schedule, device="cpu", start=0, stop=None):
+    """Run a loop and its reference on equal data; everything must be equal."""
+    ours, theirs = make(), make()
+    engine.compile(ours, device, schedule)(start, stop)
+    run_parloop_reference(theirs, start, stop)
+    assert differences(ours, theirs) == {}
+
+
+# ---------------------------------------------------------------------------------------------
+# One loop with every access mode and kind
+
+
+def every_access(dtype, cells=37, reductions=True):
+    """A loop that changes arguments of every kind with every access mode."""
+    rng = np.random.default_rng(5)
+    dtype = np.dtype(dtype)
+    nodes, arity, components = 25, 3, 2
+    shared = IndexTable(random_map(cells, arity, nodes, 7), nodes + 3, name="shared")
+    private = IndexTable(rng.permutation(cells + 2)[:cells, None], cells + 2, name="private")
+    k = KernelBuilder("every_access")
+    i, c = dims_of((arity, components))
+    x = k.argument(arity, components, dtype=dtype)
+    d = k.argument(components, dtype=dtype)
+    g = k.argument(components, dtype=dtype)
+
+    def data(rows):
+        return whole(rng, (rows, components), dtype)
+
+    arguments = [
+        Argument.indirect(data(nodes + 3), READ, shared, "x"),
+        Argument.direct(data(cells), READ, "d"),
+        Argument.glob(whole(rng, components, dtype), READ, "g"),
+    ]
+    at_node = total(Op("mul", entry(x, i, c), entry(d, c)), entry(g, c))
+    of_cell = k.compute((c,), entry(x, i, c), over=(i,))
+    ordered = dtype.kind != "c"
+    for access in (WRITE, RW, INC, *((MIN, MAX) if ordered else ())):
+        a = k.argument(components, dtype=dtype)
+        arguments.append(Argument.direct(data(cells), access))
+        value = Op("sub", entry(of_cell, c), entry(d, c))
+        if access is RW:
+            value = total(value, entry(a, c))
+        k.store(a, (c,), value)
+    for access in (WRITE, INC, *((MIN, MAX) if ordered else ())):
+        a = k.argument(arity, components, dtype=dtype)
+        arguments.append(Argument.indirect(data(nodes + 3), access, shared))
+        k.store(a, (i, c), at_node)
+    a = k.argument(1, components, dtype=dtype)
+    arguments.append(Argument.indirect(data(cells + 2), RW, private))
+    k.store(a, (Dim("j", 1), c), Op("mul", entry(a, 0, c), entry(d, c)))
+    if reductions:
+        for access in (INC, *((MIN, MAX) if ordered else ())):
+            a = k.argument(components, dtype=dtype)
+            arguments.append(Argument.glob(whole(rng, components, dtype), access))
+            k.store(a, (c,), entry(of_cell, c))
+    return Parloop(k.kernel(), IterationSet(cells), arguments)
+
+@pytest.mark.parametrize("strategy", ["in_order", "segmented"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "complex128", "complex64", "int32", "uint32", "int64"]
+)
+def test_every_access_mode_and_kind(dtype, strategy):
+    check(lambda: every_access(dtype), Schedule(strategy))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_every_access_mode_and_kind_by_colour(dtype):
+    check(lambda: every_access(dtype), Schedule("colour"))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64", "int64"])
+def test_every_access_mode_and_kind_with_flat_batching(dtype):
+    check(lambda: every_access(dtype), Schedule("in_order", "flat"))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (2, 8, 1), (4, 3, 16), (12, 5, 4)], ids=lambda s: "W{}-T{}-U{}".format(*s)
+)
+def test_every_shape_of_blocks(shape):
+    width, tile, unroll = shape
+    check(lambda: every_access("float64"), Schedule("in_order", "blocked", width, tile, unroll))
+
+
+# ---------------------------------------------------------------------------------------------
+# One small kernel on all sorts of iteration sets and maps
+
+MATRIX = np.array([[2, -1, 3], [0, 4, 1], [-2, 5, 1]])
+
+
+def action(dtype=np.float64, access=INC):
+    """``y = d * (MATRIX @ x)``; y and x have three rows, d is the cell's own."""
+    k = KernelBuilder("action")
+    y, x, d = (k.argument(n, dtype=dtype) for n in (3, 3, 1))
+    i, j = dims_of((3, 3))
+    product = k.compute(
+        (i,), Op("mul", entry(Table(MATRIX.astype(dtype)), i, j), entry(x, j)), over=(j,)
+    )
+    k.store(y, (i,), Op("mul", entry(product, i), entry(d, 0)))
+    assert access is INC or access is WRITE
+    return k.kernel()
+
+
+ACTION = action()
+
+
+def action_loop(values, targets, iterations=None, access=INC, negative=False, seed=3):
+    rng = np.random.default_rng(seed)
+    table = IndexTable(values, targets, allow_negative=negative)
+    extent = len(values)
+    return Parloop(
+        ACTION,
+        iterations or IterationSet(extent),
+        [
+            Argument.indirect(whole(rng, targets, float), access, table, "y"),
+            Argument.indirect(whole(rng, targets, float), READ, table, "x"),
+            Argument.direct(whole(rng, extent, float), READ, "d"),
+        ],
+    )
+
+
+@strategies
+@pytest.mark.parametrize("cells", [0, 1, 2, 7, 8, 9, 16, 41])
+def test_any_number_of_cells(strategy, cells):
+    values = random_map(cells, 3, 9, cells)
+    check(lambda: action_loop(values, 9), Schedule(strategy))
+
+
+@strategies
+def test_range_of_iterations(strategy):
+    values = random_map(41, 3, 19, 1)
+    ours, theirs = action_loop(values, 19), action_loop(values, 19)
+    loop = engine.compile(ours, "cpu", Schedule(strategy))
+    for start, stop in [(0, 0), (0, 5), (3, 20), (5, 6), (40, 41), (3, 20), (41, 41), (0, 41)]:
+        loop(start, stop)
+        run_parloop_reference(theirs, start, stop)
+        assert differences(ours, theirs) == {}, (start, stop)
+
+
+@strategies
+def test_owned_entities_by_default(strategy):
+    values = random_map(30, 3, 19, 1)
+    check(
+        lambda: action_loop(values, 19, IterationSet(30, core=10, owned=17)), Schedule(strategy)
+    )
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 42)])
+def test_range_beyond_the_set_is_refused(start, stop):
+    loop = engine.compile(action_loop(random_map(41, 3, 19, 1), 19), "cpu", Schedule())
+    with pytest.raises(ValueError, match="not within cells, which has 41"):
+        loop(start, stop)
+
+
+@strategies
+@pytest.mark.parametrize("what", ["ascending", "permuted", "repeated"])
+def test_subset(strategy, what):
+    rng = np.random.default_rng(8)
+    entities = {
+        "ascending": np.arange(1, 30, 3),
+        "permuted": rng.permutation(33)[:21],
+        "repeated": rng.integers(0, 33, 27),
+    }[what].astype(np.int32)
+    values = random_map(33, 3, 15, 4)
+    iterations = IterationSet(len(entities), entities=entities)
+    check(lambda: action_loop(values, 15, iterations), Schedule(strategy))
+    loop = action_loop(values, 15, iterations)
+    check(lambda: action_loop(values, 15, iterations), Schedule(strategy), start=2, stop=9)
+    del loop
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_one_cell_periodic_mesh(strategy, access):
+    check(lambda: action_loop(one_cell_periodic(3), 1, access=access), Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_targets_that_no_cell_touches_keep_their_values(strategy, access):
+    values = random_map(20, 3, 9, 2) * 3
+    check(lambda: action_loop(values, 40, access=access), Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_negative_entries_read_as_zero_and_are_dropped(strategy, access):
+    values = random_map(43, 3, 17, 6, negative=0.3)
+    check(lambda: action_loop(values, 17, access=access, negative=True), Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_tables_of_int64(strategy, access):
+    values = random_map(43, 3, 17, 6, dtype=np.int64)
+    check(lambda: action_loop(values, 17, access=access), Schedule(strategy))
+
+
+@strategies
+def test_last_cell_wins_where_targets_are_shared(strategy):
+    values = random_map(50, 3, 8, 12)
+    check(lambda: action_loop(values, 8, access=WRITE), Schedule(strategy))
+    check(lambda: action_loop(values, 8, access=WRITE), Schedule(strategy), start=5, stop=13)
+
+
+@strategies
+def test_last_visit_wins_in_a_subset(strategy):
+    entities = np.random.default_rng(1).integers(0, 30, 40).astype(np.int32)
+    values = random_map(30, 3, 11, 12)
+    iterations = IterationSet(40, entities=entities)
+    check(lambda: action_loop(values, 11, iterations, WRITE), Schedule(strategy))
+
+
+@strategies
+def test_map_of_no_rows(strategy):
+    def make():
+        rng = np.random.default_rng(1)
+        k = KernelBuilder("no_rows")
+        x, y, z = k.argument(0), k.argument(0), k.argument(2)
+        i, j = dims_of((2, 0))
+        none = k.compute((j,), Op("add", entry(x, j), Scalar(1.0)))
+        k.output(y, none)
+        value = k.compute((i,), Op("mul", entry(x, j), Scalar(3.0)), over=(j,))
+        k.store(z, (i,), Op("sub", entry(value, i), Scalar(2.0)))
+        table = IndexTable(np.zeros((11, 0), np.int32), 5)
+        return Parloop(
+            k.kernel(),
+            IterationSet(11),
+            [
+                Argument.indirect(whole(rng, 5, float), READ, table),
+                Argument.indirect(whole(rng, 5, float), INC, table),
+                Argument.direct(whole(rng, (11, 2), float), INC),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+# ---------------------------------------------------------------------------------------------
+# Views and shared buffers
+
+
+def scaling(*shape, factor=1.0):
+    """``y = factor * d * x``; d is the cell's own."""
+    k = KernelBuilder("scaling")
+    y, x, d = k.argument(*shape), k.argument(*shape), k.argument(1)
+    dims = dims_of(shape)
+    k.store(y, dims, Op("mul", Op("mul", Scalar(factor), entry(d, 0)), entry(x, *dims)))
+    return k.kernel()
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_components_of_a_wider_array(strategy, access):
+    kernel = scaling(3, 2, factor=3.0)
+
+    def make():
+        rng = np.random.default_rng(4)
+        table = IndexTable(random_map(29, 3, 13, 5), 13)
+        y, x = whole(rng, (13, 5), float), whole(rng, (13, 4), float)
+        return Parloop(
+            kernel,
+            IterationSet(29),
+            [
+                Argument(y, access, Kind.INDIRECT, table, 2, 5, 3),
+                Argument(x, READ, Kind.INDIRECT, table, 2, 4, 1),
+                Argument.direct(whole(rng, 29, float), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE, MAX], ids=["INC", "WRITE", "MAX"])
+def test_tables_of_scaled_offsets(strategy, access):
+    """Rows may overlap: entries 4 and 5 with two components share scalar 5."""
+    kernel = scaling(3, 2, factor=3.0)
+
+    def make():
+        rng = np.random.default_rng(4)
+        table = IndexTable(random_map(29, 3, 20, 5), 20)
+        y, x = whole(rng, 21, float), whole(rng, 21, float)
+        return Parloop(
+            kernel,
+            IterationSet(29),
+            [
+                Argument(y, access, Kind.INDIRECT, table, 2, 1),
+                Argument(x, READ, Kind.INDIRECT, table, 2, 1),
+                Argument.direct(whole(rng, 29, float), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+def test_direct_rows_of_a_wider_array(strategy):
+    kernel = scaling(2, factor=3.0)
+
+    def make():
+        rng = np.random.default_rng(4)
+        y, x = whole(rng, (29, 5), float), whole(rng, (29, 3), float)
+        return Parloop(
+            kernel,
+            IterationSet(29),
+            [
+                Argument(y, INC, Kind.DIRECT, None, 2, 5, 3),
+                Argument(x, READ, Kind.DIRECT, None, 2, 3, 1),
+                Argument.direct(whole(rng, 29, float), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+def two_writers(access, first, second, components=(1, 1), offsets=(0, 0)):
+    """Two arguments that change one array."""
+    k = KernelBuilder("two_writers")
+    y, z, x = k.argument(2), k.argument(2), k.argument(2)
+    (i,) = dims_of((2,))
+    k.store(y, (i,), Op("mul", Scalar(2.0), entry(x, i)))
+    k.store(z, (i,), Op("sub", entry(x, i), Scalar(1.0)))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(9)
+        tables = [IndexTable(random_map(31, 2, n, seed), n) for n, seed in (first, second)]
+        if first == second:
+            tables[1] = tables[0]
+        buffer = whole(rng, 40, float)
+        return Parloop(
+            kernel,
+            IterationSet(31),
+            [
+                Argument(buffer, access, Kind.INDIRECT, tables[0], 1, 2, offsets[0]),
+                Argument(buffer, access, Kind.INDIRECT, tables[1], 1, 2, offsets[1]),
+                Argument.direct(whole(rng, (31, 2), float), READ),
+            ],
+        )
+
+    return make
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE, MIN], ids=["INC", "WRITE", "MIN"])
+def test_two_arguments_change_one_array(strategy, access):
+    check(two_writers(access, (15, 1), (17, 2)), Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_two_arguments_change_components_of_one_array(strategy, access):
+    check(two_writers(access, (15, 1), (15, 1), offsets=(0, 1)), Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_one_array_changed_directly_and_through_a_map(strategy, access):
+    k = KernelBuilder("direct_and_indirect")
+    y, z, x = k.argument(1), k.argument(2), k.argument(2)
+    (i,) = dims_of((2,))
+    k.store(y, dims_of((1,)), Op("mul", Scalar(2.0), entry(x, 0)))
+    k.store(z, (i,), Op("sub", entry(x, i), Scalar(1.0)))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(9)
+        buffer = whole(rng, (31, 1), float)
+        table = IndexTable(random_map(31, 2, 31, 3), 31)
+        return Parloop(
+            kernel,
+            IterationSet(31),
+            [
+                Argument.direct(buffer, access),
+                Argument.indirect(buffer, access, table),
+                Argument.direct(whole(rng, (31, 2), float), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+def test_one_array_read_through_two_maps(strategy):
+    k = KernelBuilder("two_readers")
+    y, x, z = k.argument(2), k.argument(2), k.argument(3)
+    i, j = dims_of((2, 3))
+    k.store(
+        y,
+        (i,),
+        entry(k.compute((i,), Op("mul", entry(x, i), entry(z, j)), over=(j,)), i),
+    )
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(9)
+        buffer = whole(rng, 20, float)
+        tables = [IndexTable(random_map(31, n, 20, n), 20) for n in (2, 3)]
+        return Parloop(
+            kernel,
+            IterationSet(31),
+            [
+                Argument.indirect(whole(rng, 20, float), INC, tables[0]),
+                Argument.indirect(buffer, READ, tables[0]),
+                Argument.indirect(buffer, READ, tables[1]),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+def test_components_read_beside_components_written(strategy):
+    kernel = scaling(3, factor=3.0)
+
+    def make():
+        rng = np.random.default_rng(4)
+        table = IndexTable(random_map(29, 3, 13, 5), 13)
+        buffer = whole(rng, (13, 2), float)
+        return Parloop(
+            kernel,
+            IterationSet(29),
+            [
+                Argument(buffer, INC, Kind.INDIRECT, table, 1, 2, 1),
+                Argument(buffer, READ, Kind.INDIRECT, table, 1, 2, 0),
+                Argument.direct(whole(rng, 29, float), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+def unaligned(array, offset):
+    """The same values at an address that is a multiple of the item size and of nothing more."""
+    memory = np.empty(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset * array.itemsize
+    view = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+@strategies
+@pytest.mark.parametrize("offset", [1, 3])
+def test_arrays_at_any_address_and_read_only(strategy, offset):
+    def make():
+        rng = np.random.default_rng(4)
+        values = unaligned(random_map(43, 3, 17, 6), offset)
+        table = IndexTable(values, 17)
+        assert table.values is values
+        y, x, d = (unaligned(whole(rng, n, float), offset) for n in (17, 17, 43))
+        for array in (values, x, d):
+            array.flags.writeable = False
+        return Parloop(
+            ACTION,
+            IterationSet(43),
+            [
+                Argument.indirect(y, INC, table),
+                Argument.indirect(x, READ, table),
+                Argument.direct(d, READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+# ---------------------------------------------------------------------------------------------
+# What kernels give back
+
+
+@strategies
+def test_pieces_of_a_contribution_are_added_up(strategy):
+    """Two pieces overlap, one entry has none, and slots are neither in order nor affine."""
+    k = KernelBuilder("pieces")
+    y, x = k.argument(6), k.argument(6)
+    i, j = dims_of((3, 2))
+    first = k.compute((i,), entry(x, i))
+    second = k.compute((i, j), Op("mul", entry(x, i), Op("cast", IndexOf(j), dtype=float)))
+    k.output(y, first, (i,), Op("mul", IndexOf(i), Scalar(2)))
+    k.output(y, second, (i, j), Load(Table(np.array([[5, 0], [0, 2], [3, 5]])), [IndexOf(i), IndexOf(j)]))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(27, 3, 11, 5), 11)
+        return Parloop(
+            kernel,
+            IterationSet(27),
+            [
+                Argument.indirect(whole(rng, (11, 2), float), INC, table),
+                Argument.indirect(whole(rng, (11, 2), float), READ, table),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_transposed_output(strategy, access):
+    k = KernelBuilder("transposed")
+    y, x = k.argument(3, 2), k.argument(3, 2)
+    c, i = dims_of((2, 3))
+    value = k.compute((c, i), Op("mul", entry(x, i, c), Scalar(2.0)))
+    k.output(y, value, (c, i), Op("add", Op("mul", IndexOf(i), Scalar(2)), IndexOf(c)))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(27, 3, 11, 5), 11)
+        return Parloop(
+            kernel,
+            IterationSet(27),
+            [
+                Argument.indirect(whole(rng, (11, 2), float), access, table),
+                Argument.indirect(whole(rng, (11, 2), float), READ, table),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+def test_arguments_that_the_kernel_leaves_alone(strategy):
+    """What is not changed is written back as it was packed."""
+    k = KernelBuilder("idle")
+    arguments = [k.argument(2) for _ in range(5)]
+    assert arguments
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(9, 2, 11, 5), 11)
+        return Parloop(
+            kernel,
+            IterationSet(9),
+            [
+                Argument.indirect(whole(rng, 11, float), INC, table),
+                Argument.indirect(whole(rng, 11, float), READ, table),
+                Argument.indirect(whole(rng, 11, float), MIN, table),
+                Argument.indirect(whole(rng, 11, float), WRITE, table),
+                Argument.direct(whole(rng, (9, 2), float), RW),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+def test_values_that_do_not_depend_on_the_cell(strategy):
+    k = KernelBuilder("constants")
+    y, z, g, n = k.argument(3), k.argument(2), k.argument(3), k.argument(1)
+    (i,) = dims_of((3,))
+    k.store(y, (i,), Op("mul", entry(g, i), Scalar(2.0)))
+    k.store(z, dims_of((2,)), Scalar(7.0))
+    k.store(n, dims_of((1,)), Scalar(1.0))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(27, 3, 11, 5), 11)
+        return Parloop(
+            kernel,
+            IterationSet(27),
+            [
+                Argument.indirect(whole(rng, 11, float), INC, table),
+                Argument.direct(whole(rng, (27, 2), float), WRITE),
+                Argument.glob(whole(rng, 3, float), READ),
+                Argument.glob(whole(rng, 1, float), INC),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@strategies
+def test_packs_that_start_at_zero_can_be_read(strategy):
+    k = KernelBuilder("zero_packs")
+    y, z, x = k.argument(3), k.argument(3), k.argument(3)
+    (i,) = dims_of((3,))
+    k.store(y, (i,), total(entry(y, i), entry(x, i)))
+    k.store(z, (i,), total(entry(z, i), entry(x, i)))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(27, 3, 11, 5), 11)
+        return Parloop(
+            kernel,
+            IterationSet(27),
+            [
+                Argument.indirect(whole(rng, 11, float), INC, table),
+                Argument.direct(whole(rng, (27, 3), float), WRITE),
+                Argument.indirect(whole(rng, 11, float), READ, table),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+# ---------------------------------------------------------------------------------------------
+# Order
+
+
+def smoothing():
+    """Each cell replaces its nodes by a combination of them: what it sees depends on the order."""
+    k = KernelBuilder("smoothing")
+    y = k.argument(3)
+    (i,) = dims_of((3,))
+    last = Op("rem", Op("add", IndexOf(i), Scalar(2)), Scalar(3))
+    k.store(y, (i,), Op("sub", entry(y, i), entry(y, last)))
+
+    def make(cells=23, entities=None):
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(cells, 3, 11, 5), 11)
+        return Parloop(
+            k.kernel(),
+            IterationSet(cells if entities is None else len(entities), entities=entities),
+            [Argument.indirect(whole(rng, 11, np.int32).astype(float), RW, table)],
+        )
+
+    return make
+
+
+def test_cells_see_what_cells_before_them_stored():
+    check(smoothing(), Schedule())
+
+
+def test_visits_see_what_visits_before_them_stored():
+    entities = np.array([3, 1, 3, 3, 0, 1], np.int32)
+    check(lambda: smoothing()(entities=entities), Schedule())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule("colour"), Schedule("segmented"), Schedule("in_order", "flat")],
+    ids=str,
+)
+def test_loops_that_depend_on_order_run_in_order_only(schedule):
+    with pytest.raises(UnsupportedLoopError, match="loop smoothing: .*RW"):
+        engine.compile(smoothing()(), "cpu", schedule)
+
+
+# ---------------------------------------------------------------------------------------------
+# Matrices
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_matrix(strategy, access):
+    """Against scipy's own assembly; boundary rows are dropped."""
+    cells, nodes = 40, 14
+    rng = np.random.default_rng(3)
+    values = random_map(cells, 3, nodes, 3)
+    rows = values.copy()
+    rows[values < 3] = -1
+    matrices = whole(rng, (cells, 3, 3), float)
+    row_table = IndexTable(rows, nodes, allow_negative=True)
+    column_table = IndexTable(values, nodes)
+    indptr, indices = csr_pattern(row_table, column_table, nodes, nodes)
+    positions = csr_positions(indptr, indices, row_table, column_table)
+    kernel = scaling(3, 3)
+    data = np.zeros(len(indices))
+    loop = Parloop(
+        kernel,
+        IterationSet(cells),
+        [
+            Argument.matrix(data, access, positions, row_table),
+            Argument.direct(matrices, READ),
+            Argument.direct(np.ones(cells), READ),
+        ],
+    )
+    engine.compile(loop, "cpu", Schedule(strategy))()
+    expected = np.zeros((nodes, nodes))
+    for cell in range(cells):
+        for i, row in enumerate(rows[cell]):
+            for j, column in enumerate(values[cell]):
+                if row >= 0 and access is INC:
+                    expected[row, column] += matrices[cell, i, j]
+                elif row >= 0:
+                    expected[row, column] = matrices[cell, i, j]
+    found = scipy.sparse.csr_matrix((data, indices, indptr), (nodes, nodes)).toarray()
+    np.testing.assert_array_equal(found, expected)
+
+
+# ---------------------------------------------------------------------------------------------
+# Inside kernels
+
+
+@strategies
+def test_indices_from_data(strategy):
+    """A facet number chooses a row of a table and an entry of a temporary."""
+    k = KernelBuilder("facets")
+    y, x, facet, side = (
+        k.argument(2),
+        k.argument(3),
+        k.argument(1, dtype=np.uint32),
+        k.argument(1, dtype=np.int64),
+    )
+    i, j = dims_of((2, 3))
+    number = Op("cast", entry(facet, 0), dtype=np.int64)
+    basis = Table(np.arange(18.0).reshape(3, 2, 3))
+    traced = k.compute(
+        (i,), Op("mul", entry(basis, number, i, j), entry(x, j)), over=(j,)
+    )
+    doubled = k.compute((j,), Op("mul", entry(x, j), Scalar(2.0)))
+    k.store(
+        y,
+        (i,),
+        total(entry(traced, i), entry(doubled, number), entry(x, entry(side, 0))),
+    )
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        table = IndexTable(random_map(27, 2, 11, 5), 11)
+        return Parloop(
+            kernel,
+            IterationSet(27),
+            [
+                Argument.indirect(whole(rng, 11, float), INC, table),
+                Argument.direct(whole(rng, (27, 3), float), READ),
+                Argument.direct(rng.integers(0, 3, 27).astype(np.uint32), READ),
+                Argument.direct(rng.integers(0, 3, 27), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy))
+
+
+@pytest.mark.parametrize("batching", ["blocked", "flat"])
+def test_branches_not_taken_may_be_nan(batching):
+    k = KernelBuilder("guard")
+    y, x = k.argument(3), k.argument(3)
+    (i,) = dims_of((3,))
+    positive = Op("gt", entry(x, i), Scalar(0.0))
+    root = Op("select", positive, Op("sqrt", entry(x, i)), Scalar(np.nan))
+    k.store(
+        y,
+        (i,),
+        Op("select", Op("not", positive), Scalar(-1.0), Op("div", root, entry(x, i))),
+    )
+    kernel = k.kernel()
+
+    def make():
+        x = np.array([[4.0, -1.0, 0.0], [0.25, 16.0, -np.inf], [np.nan, 64.0, -0.0]])
+        x = np.tile(x, (5, 1))
+        return Parloop(
+            kernel,
+            IterationSet(15),
+            [Argument.direct(np.zeros((15, 3)), WRITE), Argument.direct(x, READ)],
+        )
+
+    check(make, Schedule("in_order", batching))
+
+
+@pytest.mark.parametrize("batching", ["blocked", "flat"])
+def test_whole_numbers_divided_by_zero_in_a_branch_not_taken(batching):
+    """C does not evaluate the branch; on x86 a division by zero ends the process."""
+    k = KernelBuilder("guarded_division")
+    outputs = [k.argument(1, dtype=np.int32) for _ in range(3)]
+    a, b = (k.argument(1, dtype=np.int32) for _ in range(2))
+    zero = Scalar(0, np.int32)
+    for y, name in zip(outputs, ("div", "floordiv", "rem"), strict=True):
+        quotient = Op(name, entry(a, 0), entry(b, 0))
+        k.store(
+            y, dims_of((1,)), Op("select", Op("ne", entry(b, 0), zero), quotient, zero)
+        )
+    kernel = k.kernel()
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-20, 21, 64).astype(np.int32) for _ in range(2))
+    b[::3] = 0
+    results = [np.zeros(64, np.int32) for _ in range(3)]
+    arguments = [Argument.direct(y, WRITE) for y in results]
+    arguments += [Argument.direct(a, READ), Argument.direct(b, READ)]
+    engine.run(Parloop(kernel, IterationSet(64), arguments), "cpu", Schedule("in_order", batching))
+    with np.errstate(all="ignore"):
+        expected = [np.trunc(a / b), a // b, a % b]
+    for y, e in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(y, np.where(b == 0, 0, e))
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_temporaries_of_every_type(width):
+    """Numbers of one type become others between statements and inside them."""
+    k = KernelBuilder("types")
+    y, x, n = k.argument(4), k.argument(4), k.argument(4, dtype=np.int32)
+    i, j = dims_of((4, 4))
+    above = k.compute((i,), Op("gt", entry(x, i), Scalar(0.0)))
+    wide = k.compute((i,), Op("cast", entry(n, i), dtype=np.int64))
+    count = k.compute(
+        (),
+        Op("select", entry(above, j), entry(wide, j), Scalar(0)),
+        Op("cast", entry(n, j), dtype=np.uint32),
+        Op("cast", entry(x, j), dtype=np.float32),
+        over=(j,),
+    )
+    z = k.compute(
+        (i,),
+        Op("mul", Op("cast", entry(x, i), dtype=complex), Scalar(2 - 1j)),
+    )
+    # complex numbers in a body that has none among its operands
+    square = Op("cast", entry(x, i), dtype=complex)
+    square = Op("mul", total(square, Scalar(1j)), total(square, Scalar(1j)))
+    any_above = k.compute((), Op("or", entry(above, 0), entry(above, 1)))
+    terms = [
+        Op("cast", entry(count[0]), dtype=float),
+        Op("cast", entry(count[1]), dtype=float),
+        Op("cast", entry(count[2]), dtype=float),
+        Op("imag", entry(z, i)),
+        Op("real", entry(z, i)),
+        Op("imag", square),
+        Op("select", entry(any_above), Scalar(10.0), Scalar(20.0)),
+        Op("cast", entry(above, i), dtype=float),
+    ]
+    k.store(y, (i,), total(*terms))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        return Parloop(
+            kernel,
+            IterationSet(21),
+            [
+                Argument.direct(np.zeros((21, 4)), WRITE),
+                Argument.direct(whole(rng, (21, 4), float), READ),
+                Argument.direct(whole(rng, (21, 4), np.int32, 0), READ),
+            ],
+        )
+
+    check(make, Schedule(width=width))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "complex128", "complex64", "int32", "uint32", "int64", "bool"]
+)
+def test_tables_of_every_type(dtype):
+    dtype = np.dtype(dtype)
+    k = KernelBuilder("tables")
+    result = np.dtype(np.int32) if dtype.kind == "b" else dtype
+    y = k.argument(5, dtype=result)
+    (i,) = dims_of((5,))
+    values = {
+        "f": [0.1, -np.inf, np.nan, 1e-300 if dtype.itemsize == 8 else 1e-40, -0.0],
+        "c": [0.1 - 2j, complex(np.inf, -0.0), complex(0, np.nan), 1e-30j, -3],
+        "i": [-1, np.iinfo(dtype).min if dtype.kind == "i" else 0, 3, 4, 5],
+        "u": [2**32 - 1, 0, 3, 2**31, 5],
+        "b": [True, False, True, True, False],
+    }[dtype.kind]
+    values = np.array(values).astype(dtype)
+    k.store(y, (i,), Op("cast", entry(Table(values), i), dtype=result))
+    found = np.zeros((9, 5), result)
+    engine.run(Parloop(k.kernel(), IterationSet(9), [Argument.direct(found, WRITE)]), "cpu", Schedule())
+    expected = np.tile(values.astype(result), (9, 1))
+    assert found.tobytes() == expected.tobytes() or np.isnan(values).any()
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "complex128", "complex64", "int32", "uint32", "int64"]
+)
+def test_constants_of_every_type(dtype):
+    dtype = np.dtype(dtype)
+    values = {
+        "f": [0.1, -np.inf, np.inf, 3.4e38, -0.0, np.nan],
+        "c": [0.1 - 2j, complex(np.inf, -0.0), 1e-30j, -3, complex(np.nan, 1)],
+        "i": [-1, np.iinfo(dtype).min if dtype.kind == "i" else 0, 3, 4],
+        "u": [2**32 - 1, 0, 3, 2**31],
+    }[dtype.kind]
+    k = KernelBuilder("constants")
+    ys = [k.argument(1, dtype=dtype) for _ in values]
+    for y, value in zip(ys, values, strict=True):
+        k.store(y, dims_of((1,)), Scalar(value, dtype))
+    found = [np.zeros(3, dtype) for _ in values]
+    loop = Parloop(k.kernel(), IterationSet(3), [Argument.direct(y, WRITE) for y in found])
+    engine.run(loop, "cpu", Schedule())
+    for y, value in zip(found, values, strict=True):
+        assert np.isnan(value) or y.tobytes() == np.full(3, value, dtype).tobytes(), (y, value)
+        np.testing.assert_array_equal(y, np.full(3, value, dtype))
