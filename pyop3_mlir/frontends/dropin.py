@@ -223,7 +223,7 @@ class Backend:
                 return False
         if bound.lgmaps and bound.lgmaps != _lgmaps(loop)[0]:
             return False
-        return bound.reading is None or all(m.current() for m in bound.reading.matrices)
+        return bound.reading is None or bound.reading.current()
 
     def _prepare(self, loop: Any) -> _Bound:
         data = tuple(a.data for a in loop.arguments)

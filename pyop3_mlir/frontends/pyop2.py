@@ -329,6 +329,7 @@ class _Matrix:
     rows: IndexTable
     cols: IndexTable
     dims: tuple[int, int]
+    unroll: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +360,7 @@ class Plan:
         arguments = []
         matrices: list[MatrixValues] = []
         elements: list[Elements] = []
+        copies: list[tuple[Any, int]] = []
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
         for place in self.places:
@@ -369,6 +371,11 @@ class Plan:
                 arguments.append(argument)
                 continue
             buffer = self.iteration.layer if data is None else _buffer(data, place.field)
+            if data is not None and buffer is not None and buffer.dtype.itemsize < 4:
+                if place.access is not READ:
+                    raise UnsupportedLoopError(f"{place.name}: dtype {buffer.dtype} is written")
+                buffer = buffer.astype(np.int32)
+                copies.append((data, data.dat_version))
             assert buffer is not None
             assert place.access is not None
             arguments.append(
@@ -384,7 +391,7 @@ class Plan:
                 )
             )
         parloop = Parloop(self.kernel, self.iteration.iteration_set, arguments, self.name)
-        return Reading(parloop, self, tuple(matrices), tuple(elements))
+        return Reading(parloop, self, tuple(matrices), tuple(elements), tuple(copies))
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,21 +402,17 @@ class Elements:
     ----------
     mat
         PETSc's matrix.
+    matrix
+        Node tables and components.
     values
         ``[entities of a batch, rows, columns]``.
-    rows, cols
-        Node tables.
-    dims
-        Components of a node, rows and columns.
     access
         INC or WRITE.
     """
 
     mat: Any
+    matrix: _Matrix
     values: Array
-    rows: IndexTable
-    cols: IndexTable
-    dims: tuple[int, int]
     access: Access
 
     def flush(self, start: int, stop: int, entities: Array | None) -> None:
@@ -418,16 +421,17 @@ class Elements:
 
         at: Any = slice(start, stop) if entities is None else entities[start:stop]
         mode = PETSc.InsertMode.ADD_VALUES if self.access is INC else PETSc.InsertMode.INSERT_VALUES
-        rows, cols = self.rows.values[at], self.cols.values[at]
-        rlgmap, clgmap = self.mat.getLGMap()
-        shape = (stop - start, rows.shape[1] * self.dims[0], cols.shape[1] * self.dims[1])
+        rows, cols = self.matrix.rows.values[at], self.matrix.cols.values[at]
+        dims = self.matrix.dims
+        shape = (stop - start, rows.shape[1] * dims[0], cols.shape[1] * dims[1])
         row = start % len(self.values)
         values = self.values[row : row + stop - start].reshape(shape)
-        if (rlgmap.getBlockSize(), clgmap.getBlockSize()) == self.dims:
-            self.mat.setValuesBlockedLocalRCV(rows, cols, values, addv=mode)
-        else:
-            rows, cols = (_dofs(t, d) for t, d in zip((rows, cols), self.dims, strict=True))
+        # as PyOP2's code does it
+        if self.matrix.unroll:
+            rows, cols = (_dofs(t, d) for t, d in zip((rows, cols), dims, strict=True))
             self.mat.setValuesLocalRCV(rows, cols, values, addv=mode)
+        else:
+            self.mat.setValuesBlockedLocalRCV(rows, cols, values, addv=mode)
 
 
 BATCH = 1 << 22
@@ -448,12 +452,21 @@ class Reading:
         Matrices that it changes in place.
     elements
         Matrices that get element matrices from it, batch by batch.
+    copies
+        Data that was converted (small integers), and its version at that moment.
     """
 
     parloop: Parloop
     plan: Plan
     matrices: tuple[MatrixValues, ...] = ()
     elements: tuple[Elements, ...] = ()
+    copies: tuple[tuple[Any, int], ...] = ()
+
+    def current(self) -> bool:
+        """Whether memory and copies are still what they were."""
+        return all(m.current() for m in self.matrices) and all(
+            data.dat_version == version for data, version in self.copies
+        )
 
     def range(self, part: Any) -> tuple[int, int]:
         """Our iterations of a part of PyOP2's iteration set."""
@@ -750,9 +763,15 @@ def _read_matrix(
     ]
     rows, cols = tables
     size = rows.arity * dims[0] * cols.arity * dims[1]
-    matrix = _Matrix(rows, cols, (int(dims[0]), int(dims[1])))
+    matrix = _Matrix(rows, cols, (int(dims[0]), int(dims[1])), bool(global_.unroll))
     return Place(
-        number, Kind.INDIRECT, access, size, field=block, name=str(mat.name), matrix=matrix
+        number,
+        Kind.INDIRECT,
+        access,
+        size,
+        field=block,
+        name=str(getattr(mat, "_name", "block")),
+        matrix=matrix,
     )
 
 
@@ -826,8 +845,7 @@ def _bind_elements(
     argument = Argument(
         values.reshape(-1), WRITE, Kind.INDIRECT, table, place.components, name=place.name
     )
-    matrix = place.matrix
-    return argument, Elements(handle, values, matrix.rows, matrix.cols, matrix.dims, place.access)
+    return argument, Elements(handle, place.matrix, values, place.access)
 
 
 def matrix_values(mat: Any) -> MatrixValues:
@@ -883,38 +901,48 @@ def _find_positions(
 ) -> IndexTable:
     from pyop3_mlir.planning import csr_positions
 
-    sides = [
-        _through_lgmap(table, lgmap, dim, values.type == "seqbaij", block is not holder)
-        for table, lgmap, dim in zip((matrix.rows, matrix.cols), lgmaps, matrix.dims, strict=True)
-    ]
+    blocked = values.type == "seqbaij"
+    sides, dropped = [], []
+    for table, lgmap, dim, dset in zip(
+        (matrix.rows, matrix.cols), lgmaps, matrix.dims, block.sparsity.dsets, strict=True
+    ):
+        if blocked and lgmap.getBlockSize() != dim:
+            # boundary conditions on single components, but the matrix stores blocks
+            sides.append(_through_lgmap(table, dset.lgmap, dim, False))
+            dropped.append(_through(lgmap.indices, _dofs(table.values, dim)) < 0)
+        else:
+            sides.append(_through_lgmap(table, lgmap, dim, block is not holder))
     (rows, row_dim), (cols, col_dim) = sides
     height, width = holder.handle.getLocalSize()
-    name = str(holder.name)
+    name = str(getattr(holder, "_name", "matrix"))
     if values.pattern is None:
         return _dense_positions(_dofs(rows, row_dim), _dofs(cols, col_dim), height, width, name)
-    row_table = IndexTable(rows, max(height // row_dim, 0), allow_negative=True, name=name)
-    col_table = IndexTable(cols, max(width // col_dim, 0), allow_negative=True, name=name)
-    return csr_positions(
+    row_table = IndexTable(rows, height // row_dim, allow_negative=True, name=name)
+    col_table = IndexTable(cols, width // col_dim, allow_negative=True, name=name)
+    found = csr_positions(
         *values.pattern,
         row_table,
         col_table,
         row_components=row_dim,
         col_components=col_dim,
-        storage="baij" if values.type == "seqbaij" else "aij",
+        storage="baij" if blocked else "aij",
         name=name,
     )
+    if dropped:
+        positions = found.values.reshape(len(rows), rows.shape[1] * row_dim, -1).copy()
+        positions[dropped[0][:, :, None] | dropped[1][:, None, :]] = -1
+        shape = found.values.shape
+        found = IndexTable(positions.reshape(shape), found.bound, allow_negative=True, name=name)
+    return found
 
 
-def _through_lgmap(
-    table: IndexTable, lgmap: Any, dim: int, blocked: bool, offset: bool
-) -> tuple[Array, int]:
+def _through_lgmap(table: IndexTable, lgmap: Any, dim: int, part: bool) -> tuple[Array, int]:
     """Rows of the matrix that an entity touches, -1 where dropped, and components of each."""
-    if lgmap.getBlockSize() == dim and not offset:
+    if part:
+        # of the maps of a part of a matrix PETSc takes the blocks for scalars, whatever their size
+        return np.maximum(_through(lgmap.block_indices, _dofs(table.values, dim)), -1), 1
+    if lgmap.getBlockSize() == dim:
         return np.maximum(_through(lgmap.block_indices, table.values), -1), dim
-    if blocked:
-        raise UnsupportedLoopError(
-            "boundary conditions on single components of a matrix that stores blocks"
-        )
     return np.maximum(_through(lgmap.indices, _dofs(table.values, dim)), -1), 1
 
 

@@ -117,7 +117,8 @@ def import_loopy(
     Returns
     -------
     LocalKernel
-        Its arguments are the kernel's, value arguments included (shape ``()``), in order.
+        Its arguments are the kernel's, value arguments included (shape ``()``), in order. Integers
+        of less than 32 bits have become int32.
 
     Raises
     ------
@@ -508,6 +509,8 @@ class _Importer:
             if not is_value:
                 raise UnsupportedLoopError(f"{where}: argument {formal.name} has no dtype")
             dtype = value_dtype
+        if dtype.kind in "iub" and dtype.itemsize < 4:
+            dtype = np.dtype(np.int32)  # there are no smaller integers in a program
         try:
             shape = () if is_value else tuple(int(e) for e in formal.shape)
         except (TypeError, ValueError):
@@ -710,10 +713,13 @@ class _Importer:
         view = frame.variables.get(name)
         if view is None:
             raise UnsupportedLoopError(f"{frame.where}: {name} is not a variable of the kernel")
-        if len(subscripts) != len(view.shape):
+        if len(subscripts) > len(view.shape):
             raise UnsupportedLoopError(
                 f"{frame.where}: {name} has {len(view.shape)} axes, {expression} {len(subscripts)}"
             )
+        # loopy lets called kernels leave subscripts off at the end
+        zeros = [Scalar(0, INDEX)] * (len(view.shape) - len(subscripts))
+        subscripts = (*subscripts, *zeros)
         if view.locate is not None:
             subscripts = view.locate(subscripts)
         return view.array, subscripts
