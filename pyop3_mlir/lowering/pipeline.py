@@ -9,6 +9,7 @@ stage                 made by                                         dialects
 ``bufferise``         :class:`BufferisePass`                          linalg, memref, scf, arith
 ``unroll-loops``      :class:`UnrollLoopsPass`                        linalg, memref, scf, arith
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
+``unroll-scatter``    :class:`UnrollScatterPass`                      the same
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
 
@@ -31,6 +32,7 @@ from pyop3_mlir.lowering.passes.bufferise import BufferisePass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
+from pyop3_mlir.lowering.passes.unroll_scatter import UnrollScatterPass
 from pyop3_mlir.lowering.passes.vectorise import VectorisePass
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.parloop import LoopSpec
@@ -61,6 +63,7 @@ def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
         VectorisePass(schedule.tile, schedule.unroll),
+        UnrollScatterPass(schedule.width),
         OutlineDispatchPass(chunk=CHUNK if shared else 0),
     ]
 
