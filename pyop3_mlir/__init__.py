@@ -4,6 +4,8 @@ A loop is described by :class:`Parloop`, from arrays, and run by the engine::
 
     from pyop3_mlir import INC, READ, Argument, IndexTable, IterationSet, Parloop
 
+Under Firedrake, unchanged scripts run on it after :func:`install`, or inside ``with backend():``.
+
 Importing the package imports neither the compiler nor the runtime.
 """
 
@@ -17,6 +19,7 @@ from pyop3_mlir.errors import (
     Pyop3MlirError,
     UnsupportedLoopError,
 )
+from pyop3_mlir.frontends import backend, install, report, uninstall
 from pyop3_mlir.options import Options, overriding
 from pyop3_mlir.parloop import (
     INC,
@@ -54,5 +57,9 @@ __all__ = [
     "Pyop3MlirError",
     "UnsupportedLoopError",
     "__version__",
+    "backend",
+    "install",
     "overriding",
+    "report",
+    "uninstall",
 ]

@@ -329,6 +329,28 @@ def doctor(device: Device = None) -> None:
         raise typer.Exit(1)
 
 
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def run(
+    script: Annotated[str, typer.Argument(help="The script, unmodified.", metavar="SCRIPT.py")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own command line.", metavar="ARGS...")
+    ] = None,
+    device: Device = None,
+    report: Annotated[
+        str | None, typer.Option("--report", help="Write what became of the loops, as JSON.")
+    ] = None,
+) -> None:
+    """Run a Firedrake script on the engine, alone or under mpiexec.
+
+    Options of this command stand before SCRIPT.py.
+    """
+    from pyop3_mlir.frontends import run_script
+
+    run_script(script, arguments or [], report, device=device)
+
+
 def main() -> None:
     """Run the command that ``sys.argv`` names; errors of this package become one line."""
     try:

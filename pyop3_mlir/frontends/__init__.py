@@ -1,0 +1,169 @@
+"""Ways in for programs that know nothing of this package, and what they have done.
+
+:func:`install`, :func:`uninstall` and :func:`backend` switch the engine on under whichever of PyOP2
+and pyop3 is installed; :func:`report` says what became of the loops.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pyop3_mlir.errors import Pyop3MlirError
+from pyop3_mlir.options import Options
+
+__all__ = ["backend", "install", "report", "report_as_dict", "run_script", "uninstall"]
+
+_attached: list[list[Any]] = []
+"""The back ends that each :func:`install` in force has attached."""
+
+_finished: list[Any] = []
+"""Back ends that have been detached; their loops stay in the report."""
+
+
+def _attach(options: Options) -> list[Any]:
+    found = []
+    if importlib.util.find_spec("pyop2") is not None:
+        from pyop3_mlir.frontends import dropin
+
+        found.append(dropin.attach(options))
+    if not found:
+        raise Pyop3MlirError(
+            "there is nothing to install the back end under: PyOP2 cannot be imported. Install "
+            "Firedrake, or use the engine on arrays (pyop3_mlir.engine)"
+        )
+    return found
+
+
+def install(**settings: Any) -> None:
+    """Run parallel loops on the engine from now on; calls nest.
+
+    Parameters
+    ----------
+    **settings
+        Any of the settings of :class:`~pyop3_mlir.options.Options`, such as ``device="cpu"``; those
+        not given are looked up in PETSc's options and the environment.
+
+    Raises
+    ------
+    OptionError
+        For an unknown setting or value.
+    Pyop3MlirError
+        Where there is no package whose loops could be run.
+    """
+    _attached.append(_attach(Options.resolve(**settings)))
+
+
+def uninstall() -> None:
+    """Undo the latest :func:`install`: every name that it replaced is what it was.
+
+    Raises
+    ------
+    Pyop3MlirError
+        Where nothing is installed.
+    """
+    from pyop3_mlir.frontends import dropin
+
+    if not _attached:
+        raise Pyop3MlirError("the back end is not installed")
+    for part in reversed(_attached.pop()):
+        dropin.detach(part)
+        _finished.append(part)
+
+
+@contextmanager
+def backend(**settings: Any) -> Iterator[None]:
+    """:func:`install` for the length of a ``with`` block."""
+    install(**settings)
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def report_as_dict() -> dict[str, Any]:
+    """What the report holds: one entry a kernel, and the share of calls that the engine ran.
+
+    Returns
+    -------
+    dict
+        ``{"loops": [{"name", "calls", "lowered", "strategy", "reason", "seconds"}],
+        "lowered_fraction"}``; the fraction is 1 where there were no calls.
+    """
+    parts = [*_finished, *(part for parts in _attached for part in parts)]
+    entries = [entry for part in parts for entry in part.entries.values()]
+    calls = sum(entry.calls for entry in entries)
+    lowered = sum(entry.lowered for entry in entries)
+    return {
+        "loops": [entry.as_dict() for entry in entries],
+        "lowered_fraction": lowered / calls if calls else 1.0,
+    }
+
+
+def report(path: str | Path | None = None) -> None:
+    """Print what became of the loops as a table, or write it as JSON.
+
+    Parameters
+    ----------
+    path
+        File to write; the table is printed where not given.
+    """
+    content = report_as_dict()
+    if path is not None:
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("loop", "calls", "lowered", "seconds", "strategy", "reason")
+    for entry in sorted(content["loops"], key=lambda e: -e["seconds"]):
+        table.add_row(
+            entry["name"],
+            str(entry["calls"]),
+            str(entry["lowered"]),
+            f"{entry['seconds']:.3g}",
+            entry["strategy"],
+            entry["reason"],
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print(f"{content['lowered_fraction']:.1%} of the calls ran on the engine")
+
+
+def run_script(
+    script: str, arguments: Sequence[str], report_path: str | None = None, **settings: Any
+) -> None:
+    """Run a Python script, unmodified, with the back end installed.
+
+    Parameters
+    ----------
+    script
+        Its file.
+    arguments
+        Its command line, PETSc's options included.
+    report_path
+        Where to write the report as JSON; the first MPI process does it, also where the script fails.
+    **settings
+        As for :func:`install`.
+    """
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    if importlib.util.find_spec("firedrake") is not None:
+        # it starts PETSc, with the script's options, which PyOP2 alone would do without them
+        importlib.import_module("firedrake")
+    with backend(**settings):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            if report_path is not None and _is_first_process():
+                report(report_path)
+
+
+def _is_first_process() -> bool:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return mpi is None or mpi.COMM_WORLD.rank == 0
