@@ -6,10 +6,10 @@ Source: https://mlir.llvm.org/docs/Dialects/Linalg/#linalgfill-linalgfillop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from xdsl.dialects import linalg
-from xdsl.dialects.builtin import ArrayAttr, ShapedType
+from xdsl.dialects.builtin import ArrayAttr, MemRefType, TensorType
 from xdsl.dialects.linalg import ops
 from xdsl.dialects.linalg.abstract_ops import NamedOperation
 from xdsl.dialects.linalg.attrs import IteratorTypeAttr
@@ -52,12 +52,17 @@ class FillOp(NamedOperation):
 
     def verify_(self) -> None:
         (value,), (output,) = self.inputs, self.outputs
-        if not isinstance(output.type, ShapedType) or value.type != _scalar(output.type):
+        if not isinstance(output.type, _BUFFER) or value.type != _scalar(output.type):
             raise VerifyException(f"{self.name}: cannot fill {output.type} with {value.type}")
 
 
+# complex numbers have an element type too, and count as shaped in xDSL
+_BUFFER = (TensorType, MemRefType)
+
+
 def _scalar(type_: Any) -> Attribute:
-    return cast(Attribute, getattr(type_, "element_type", type_))
+    element: Attribute = type_.element_type if isinstance(type_, _BUFFER) else type_
+    return element
 
 
 Linalg = Dialect(
