@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache as memoise
 from functools import cached_property
@@ -223,7 +224,27 @@ def available() -> list[DeviceInfo]:
     return found
 
 
+@contextmanager
+def _without_mpi() -> Iterator[None]:
+    """Hide from IREE that this process was started by mpiexec.
+
+    Where it sees that, it looks for OpenMPI's symbols to make collective operations of its own (IREE
+    issue 22139), and fails with any other MPI. Communication is the caller's business.
+    """
+    names = ("PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def _open(name: str, kind: str, number: int | None) -> Device:
+    with _without_mpi():
+        return _open_hidden(name, kind, number)
+
+
+def _open_hidden(name: str, kind: str, number: int | None) -> Device:
     import iree.runtime
 
     if kind == "cpu":
