@@ -89,6 +89,13 @@ def test_dropped_entries_are_not_added() -> None:
     assert np.isclose(loop.output.sum(), expected, rtol=1e-13)
 
 
+@needs_gcc
+def test_the_process_keeps_its_denormal_numbers() -> None:
+    loop = FormLoop("mass", triangles(2, 1))
+    Baseline(loop.gem, loop.bare_parloop)()
+    assert np.array([1e-308])[0] / np.array([16.0])[0] > 0.0
+
+
 def test_absence_of_gcc_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     loop = FormLoop("mass", triangles(1, 1))

