@@ -359,7 +359,8 @@ def main() -> None:
         _fail(str(error))
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        # what a user's own script misses is its own affair
+        if extra is None or sys.argv[1:2] == ["run"]:
             raise
         _fail(f"this needs {error.name}; install it with: pip install 'pyop3_mlir[{extra}]'")
 
