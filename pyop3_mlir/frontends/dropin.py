@@ -335,6 +335,7 @@ def compare(
     found: npt.NDArray[Any],
     expected: npt.NDArray[Any],
     before: npt.NDArray[Any],
+    engine: str = "PyOP2",
 ) -> None:
     """Raise :class:`VerificationError` unless two results agree to rounding.
 
@@ -355,7 +356,7 @@ def compare(
     if np.isnan(difference).any() or worst > tolerance * scale:
         at = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
         raise VerificationError(
-            f"{where}: entry {at} is {found[at]!r}, PyOP2 has {expected[at]!r}; the difference "
+            f"{where}: entry {at} is {found[at]!r}, {engine} has {expected[at]!r}; the difference "
             f"{worst:.3g} is more than {tolerance:g} of {scale:.3g}"
         )
 
