@@ -51,7 +51,7 @@ demo: $(VENV)/.installed-demo
 test: test-core test-firedrake
 
 test-core: $(VENV)/.installed-test
-	$(PYTEST) -n $(WORKERS) --ignore=tests/firedrake $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -p no:mpi-pytest --ignore=tests/firedrake $(PYTEST_ARGS)
 
 test-firedrake: firedrake
 	if [ -d tests/firedrake ]; then $(PYTEST) -n $(WORKERS) tests/firedrake $(PYTEST_ARGS); fi
