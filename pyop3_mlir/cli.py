@@ -136,6 +136,33 @@ def bench_engine(
     console.print(table(rows))
 
 
+@bench_app.command("tuner")
+def bench_tuner(
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Only this case; may be given several times.")
+    ] = None,
+    device: Device = None,
+    size: Annotated[float, typer.Option(help="Factor on the number of cells.")] = 1.0,
+    budget: Annotated[float | None, typer.Option(help="Seconds for tuning a loop.")] = None,
+) -> None:
+    """Compare what the tuner chooses within its budget with the best of all candidates."""
+    from pyop3_mlir.bench.tuner import run_tuner_bench, table
+
+    options = Options.resolve(device=device, tune_budget=budget)
+    console = _console()
+    with console.status("measuring ...") as status:
+        rows = run_tuner_bench(
+            json,
+            case or None,
+            device=options.device,
+            size=size,
+            budget=options.tune_budget,
+            report=lambda row: status.update(f"{row['case']}: {row['ratio']:.2f}"),
+        )
+    console.print(table(rows))
+
+
 @app.command()
 def tune(
     target: Target,

@@ -145,6 +145,26 @@ def test_short_runs_are_repeated_within_a_sample():
     assert result.measurements[0].seconds == pytest.approx(10e-6)
 
 
+def test_a_clock_of_its_own_for_the_runs():
+    names = schedules(2)
+    bench = Bench(dict.fromkeys(names, 1e-3))
+    process = Clock()
+    costs = {names[0]: 2e-3, names[1]: 1e-3}
+
+    def build(schedule):
+        runner = bench.build(schedule)
+
+        def run():
+            process.now += costs[schedule]
+            return runner()
+
+        return run
+
+    result = tune(names, build, clock=bench.clock, sample_clock=process)
+    assert result.best == names[1]
+    assert result.measurements[0].seconds == pytest.approx(1e-3)
+
+
 def test_candidates_are_built_side_by_side():
     meeting = threading.Barrier(2, timeout=20)
     names = schedules(5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,6 +106,8 @@ def choose(
         budget_s=options.tune_budget,
         neighbours=partial(neighbours, statistics=statistics, traits=traits),
         workers=_workers(),
+        # on one thread nothing else counts than what this thread does
+        sample_clock=time.thread_time if device.threads == 1 else None,
     )
     if any(m.samples for m in result.measurements):
         remember(cache, key, result)

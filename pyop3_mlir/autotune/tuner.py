@@ -213,6 +213,7 @@ def tune(
     workers: int = 1,
     progress: bool | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    sample_clock: Callable[[], float] | None = None,
 ) -> TuningResult:
     """Find the fastest candidate.
 
@@ -236,7 +237,10 @@ def tune(
     progress
         Show a progress bar; by default on a terminal, on the first of several processes.
     clock
-        Seconds from any origin.
+        Seconds from any origin; keeps the budget.
+    sample_clock
+        Seconds of a run; ``clock`` where not given. For loops that run in the calling thread alone
+        ``time.thread_time`` is better: it stands still while another process has the core.
 
     Returns
     -------
@@ -254,7 +258,7 @@ def tune(
     queue = list(dict.fromkeys(candidates))
     if not queue:
         raise ValueError("no candidates to tune")
-    race = _Race(build, check, clock, budget_s, workers)
+    race = _Race(build, check, clock, sample_clock or clock, budget_s, workers)
     if budget_s <= 0:
         rest = [Measurement(schedule) for schedule in queue[1:]]
         first = Measurement(queue[0], Outcome.CHOSEN)
@@ -283,10 +287,12 @@ class _Race:
         build: Callable[[Schedule], Runner],
         check: Callable[[Arrays, Arrays], None],
         clock: Callable[[], float],
+        sample_clock: Callable[[], float],
         budget_s: float,
         workers: int,
     ) -> None:
-        self.build, self.check, self.clock, self.workers = build, check, clock, workers
+        self.build, self.check, self.workers = build, check, workers
+        self.clock, self.sample_clock = clock, sample_clock
         self.started = clock()
         self.budget_s = budget_s
         self.measurements: list[Measurement] = []
@@ -351,9 +357,9 @@ class _Race:
         log.info("candidate %s failed: %s", measurement.schedule, error)
 
     def _enter(self, measurement: Measurement, runner: Runner) -> None:
-        start = self.clock()
+        start = self.sample_clock()
         result = runner()
-        first = self.clock() - start
+        first = self.sample_clock() - start
         if self.reference is None:
             # a copy: the next run adds to the same arrays
             self.reference = [np.array(array) for array in result]
@@ -373,9 +379,9 @@ class _Race:
         for _ in range(_TRIES):
             if spent > patience:
                 break
-            start = self.clock()
+            start = self.sample_clock()
             runner()
-            elapsed = self.clock() - start
+            elapsed = self.sample_clock() - start
             once, spent = min(once, elapsed), spent + elapsed
             # a process that was put aside for a moment looks hopeless as well
             if once <= limit:
@@ -410,10 +416,10 @@ class _Race:
 
     def _sample(self, measurement: Measurement, runner: Runner, repeats: int) -> None:
         try:
-            start = self.clock()
+            start = self.sample_clock()
             for _ in range(repeats):
                 runner()
-            measurement.samples.append((self.clock() - start) / repeats)
+            measurement.samples.append((self.sample_clock() - start) / repeats)
         except Exception as error:
             self._failed(measurement, error)
             del self.alive[measurement.schedule]
