@@ -1,0 +1,480 @@
+"""Run pyop3's loops on the engine, under an unmodified program.
+
+:func:`attach` replaces one method, ``InstructionExecutionContext.compile``: what it returns is
+pyop3's own executor with the compiled C function exchanged, so that halo exchanges, buffer states
+and the replacement of arguments stay pyop3's, and nothing of ours gets into pyop3's caches. A loop
+that cannot be read, lowered or compiled runs pyop3's own code, and says once why.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
+from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, compare
+from pyop3_mlir.frontends.pyop3_names import Names, find_names
+from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, code_key, make_plan
+from pyop3_mlir.frontends.pyop3_read import Reader
+from pyop3_mlir.options import Options
+
+__all__ = ["Backend", "attach", "detach"]
+
+log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+
+BOUND_LIMIT = 8
+"""Sets of buffers that a loop is kept bound to."""
+
+
+@dataclass(eq=False)
+class _Loop:
+    """What is known of a loop of pyop3, whatever its buffers; kept with pyop3's executable."""
+
+    backend: Backend
+    entry: Entry
+    calls: int = 0
+    reason: str = ""
+    deferred: str = ""
+    plans: tuple[Plan, ...] | None = None
+    watched: tuple[tuple[Any, int], ...] = ()
+    failed: bool = False
+    strategies: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Bound:
+    """A loop on data: readings, and what runs each of them."""
+
+    handles: tuple[Any, ...]
+    readings: tuple[Reading, ...]
+    calls: list[Any]
+    count: int = 0
+    seconds: float = 0.0
+    tuned: bool = False
+
+    def current(self) -> bool:
+        """Whether matrices are where they were, with the maps that they had."""
+        for reading in self.readings:
+            for mat, maps in reading.lgmaps:
+                if [m.handle for m in mat.getLGMap()] != [m.handle for m in maps]:
+                    return False
+            if not all(matrix.current() for matrix in reading.matrices):
+                return False
+        return True
+
+
+class Backend:
+    """The engine as pyop3 sees it.
+
+    Parameters
+    ----------
+    options
+        Settings for all loops.
+
+    Attributes
+    ----------
+    entries
+        Lines of the report.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.entries: dict[str, Entry] = {}
+        self.names: Names | None = None
+        self._executor: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._said: set[str] = set()
+        self._importers: list[Any] = []
+
+    # -----------------------------------------------------------------------------------------
+    # in and out
+
+    def attach(self) -> None:
+        """Replace pyop3's method.
+
+        Raises
+        ------
+        ImportError
+            Where pyop3 is not installed.
+        Pyop3MlirError
+            Where the installed pyop3 lacks something that is needed.
+        """
+        names = self.names = find_names()
+        self._executor = _executor_class(names)
+        context: Any = names.InstructionExecutionContext
+        original = vars(context)["compile"]
+        if isinstance(original, _Compile):
+            # attached twice: the later one goes first
+            original = original.original
+        self._replace(context, "compile", _Compile(self, original))
+
+    def detach(self) -> None:
+        """Put back what was replaced."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        old = vars(owner)[name]
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, old))
+
+    def executor(self, context: Any, original: Any) -> Any:
+        """Our executor for a context, given pyop3's."""
+        found = context.__dict__.get("_pyop3_mlir")
+        if found is None or found.backend is not self or found.original is not original:
+            found = context.__dict__["_pyop3_mlir"] = self._executor(self, context, original)
+        return found
+
+    # -----------------------------------------------------------------------------------------
+    # loops
+
+    def execute(self, executor: Any, handles: tuple[Any, ...]) -> None:
+        """What runs instead of the C function; ``handles`` are arrays and matrices."""
+        loop = self._loop(executor)
+        entry = loop.entry
+        loop.calls += 1
+        entry.calls += 1
+        bound = None if loop.failed else self._find(executor, loop, handles)
+        if bound is None:
+            started = time.perf_counter()
+            executor.run_original(handles)
+            entry.seconds += time.perf_counter() - started
+            return
+        entry.lowered += 1
+        bound.count += 1
+        if not bound.tuned and bound.count > HOT_CALLS:
+            self._tune(executor, loop, bound)
+        if self.options.verify:
+            self._verify(executor, loop, bound)
+        else:
+            self._run(loop, bound)
+
+    def _run(self, loop: _Loop, bound: _Bound) -> None:
+        started = time.perf_counter()
+        for reading, call in zip(bound.readings, bound.calls, strict=True):
+            reading.run(call)
+        seconds = time.perf_counter() - started
+        bound.seconds += seconds
+        loop.entry.seconds += seconds
+
+    def _loop(self, executor: Any) -> _Loop:
+        store = executor.original.executable.__dict__
+        found: _Loop | None = store.get("_pyop3_mlir")
+        if found is None or found.backend is not self:
+            found = store["_pyop3_mlir"] = self._describe(executor)
+        return found
+
+    def _describe(self, executor: Any) -> _Loop:
+        """A loop that is seen for the first time: its line of the report, and whether to wait."""
+        assert self.names is not None
+        calls = _called(executor.instruction, self.names)
+        if not calls:
+            entry = self.entries.setdefault("assignment", Entry("assignment"))
+            return _Loop(self, entry, deferred="assignments are left to pyop3 until they are hot")
+        name = ", ".join(dict.fromkeys(call.name for call in calls))
+        key = " ".join([name, *(code_key(call.function.code)[:8] for call in calls)])
+        return _Loop(self, self.entries.setdefault(key, Entry(name)))
+
+    def _find(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> _Bound | None:
+        """The loop bound to these arrays; None where it runs through pyop3."""
+        if loop.deferred:
+            if loop.calls <= HOT_CALLS:
+                loop.entry.reason = loop.entry.reason or loop.deferred
+                return None
+            loop.deferred = ""
+        stale = any(buffer.state != state for buffer, state in loop.watched)
+        if stale:
+            loop.plans = None
+            executor.bound.clear()
+        key = tuple(map(id, handles))
+        bound: _Bound | None = executor.bound.get(key)
+        if bound is not None and bound.current():
+            return bound
+        return self._prepare(executor, loop, handles, key)
+
+    def _prepare(
+        self, executor: Any, loop: _Loop, handles: tuple[Any, ...], key: tuple[int, ...]
+    ) -> _Bound | None:
+        reason = ""
+        bound = None
+        entry = loop.entry
+        try:
+            if loop.plans is None:
+                self._plan(executor, loop)
+            assert loop.plans is not None
+            array_of = executor.positions(handles)
+            readings = tuple(plan.bind(array_of) for plan in loop.plans)
+            bound = _Bound(handles, readings, [self._compile(r) for r in readings])
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, UnsupportedLoopError):
+                log.debug("loop %s", entry.name, exc_info=True)
+                reason = f"{type(error).__name__}: {reason}"
+        if executor.comm.size > 1:
+            # the original code is compiled collectively: all processes take it, or none
+            from mpi4py import MPI
+
+            if executor.comm.allreduce(int(bool(reason)), op=MPI.MAX) and not reason:
+                reason = "another process cannot lower it"
+        if reason:
+            loop.failed = True
+            entry.reason = reason.splitlines()[0]
+            said = f"{entry.name}: {entry.reason}"
+            if said not in self._said:
+                self._said.add(said)
+                log.warning("loop %s runs through pyop3: %s", entry.name, entry.reason)
+            return None
+        assert bound is not None
+        if bound.calls:
+            entry.strategy = str(bound.calls[0].schedule)
+            entry.reason = bound.calls[0].reason
+        executor.bound[key] = bound
+        while len(executor.bound) > BOUND_LIMIT:
+            executor.bound.popitem(last=False)
+        return bound
+
+    def _plan(self, executor: Any, loop: _Loop) -> None:
+        assert self.names is not None
+        reader = Reader(
+            self.names, masked=bool(getattr(executor.parameters, "mask_array_accesses", False))
+        )
+        units = reader.read(executor.preprocessed())
+        loop.watched = tuple(
+            (buffer, state) for buffer, state in reader.watched.values() if not buffer.constant
+        )
+        loop.plans = tuple(make_plan(unit, self.names, _size_of, self._importers) for unit in units)
+
+    def _compile(self, reading: Reading, tune: bool = False) -> Any:
+        from pyop3_mlir import engine
+
+        options = self.options
+        if reading.elements:
+            options = replace(options, strategy="in_order")
+        if not tune and options.tune == "cached":
+            # what is remembered is used, nothing is measured before the loop is hot
+            options = replace(options, tune_budget=0.0)
+        elif not tune:
+            options = replace(options, tune="off")
+        return engine.compile(reading.parloop, options=options)
+
+    def _tune(self, executor: Any, loop: _Loop, bound: _Bound) -> None:
+        """Choose the schedules of a hot loop by measurement."""
+        hot = bound.seconds > HOT_SECONDS
+        if executor.comm.size > 1:
+            from mpi4py import MPI
+
+            # all at the same call, so that none waits for another's measurements twice
+            if bound.count & (bound.count - 1):
+                return
+            hot = executor.comm.allreduce(hot, op=MPI.LOR)
+        if not hot or self.options.tune == "off":
+            return
+        bound.tuned = True
+        try:
+            bound.calls = [self._compile(r, tune=True) for r in bound.readings]
+        except Exception as error:
+            log.warning("loop %s is not tuned: %s", loop.entry.name, error)
+            return
+        loop.entry.strategy = str(bound.calls[0].schedule)
+        loop.entry.reason = bound.calls[0].reason
+
+    def _verify(self, executor: Any, loop: _Loop, bound: _Bound) -> None:
+        """Run both engines on the same data, compare, and keep pyop3's result."""
+        written: dict[int, tuple[str, Array]] = {}
+        for reading in bound.readings:
+            if reading.elements:
+                # their entries may wait for another process: nothing to compare with
+                self._run(loop, bound)
+                return
+            for argument in reading.parloop.arguments:
+                if argument.access.writes:
+                    written[argument.buffer.ctypes.data] = (argument.name, argument.buffer)
+        before = [buffer.copy() for _, buffer in written.values()]
+        self._run(loop, bound)
+        ours = [buffer.copy() for _, buffer in written.values()]
+        for (_, buffer), old in zip(written.values(), before, strict=True):
+            buffer[...] = old
+        executor.run_original(bound.handles)
+        for handle in bound.handles:
+            if not isinstance(handle, np.ndarray):
+                handle.assemble()
+        for (name, buffer), found, old in zip(written.values(), ours, before, strict=True):
+            compare(f"loop {loop.entry.name}, argument {name}", found, buffer, old, "pyop3")
+
+
+class _Compile:
+    """What stands for ``InstructionExecutionContext.compile``.
+
+    A data descriptor, since caches keep the original method with each context, and what is in an
+    object's dictionary goes before a method of its class.
+    """
+
+    def __init__(self, backend: Backend, original: Any) -> None:
+        self.backend = backend
+        self.original = original
+
+    def __get__(self, context: Any, owner: Any = None) -> Any:
+        if context is None:
+            return self
+        method = context.__dict__.get("compile")
+        if method is None:
+            method = self.original.__get__(context, owner)
+        return functools.partial(self._call, context, method)
+
+    def __set__(self, context: Any, value: Any) -> None:
+        context.__dict__["compile"] = value
+
+    def _call(self, context: Any, method: Any) -> Any:
+        return self.backend.executor(context, method())
+
+
+def _size_of(view: Any) -> int:
+    handle = view.handle
+    return int(handle.size) if isinstance(handle, np.ndarray) else 0
+
+
+def _called(instruction: Any, names: Names) -> list[Any]:
+    """The called functions of an instruction, preprocessed or not."""
+    found: list[Any] = []
+    stack = [instruction]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, names.InstructionList):
+            stack += reversed(node.instructions)
+        elif isinstance(node, names.Loop):
+            stack += reversed(node.statements)
+        elif hasattr(node, "function"):
+            found.append(node)
+    return found
+
+
+def _executor_class(names: Names) -> Any:
+    """pyop3's executor, with the C function exchanged."""
+    base: Any = names.CompiledCodeExecutor
+
+    class Executor(base):  # type: ignore[misc]
+        """Runs a loop on the engine after pyop3's halo exchanges."""
+
+        def __init__(self, backend: Backend, context: Any, original: Any) -> None:
+            super().__init__(
+                self._execute,
+                original.kernel_name_to_buffer_info,
+                original.buffer_intents,
+                original.comm,
+            )
+            self.backend = backend
+            self.original = original
+            self.instruction = context.root_insn
+            self.parameters = context.compiler_parameters
+            self._preprocessed = context._preprocessed
+            self._defaults: dict[Any, tuple[Any, ...]] = {}
+            self.bound: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+
+        def _execute(self, *handles: Any) -> None:
+            self.backend.execute(self, handles)
+
+        def _handle_to_pointer(self, handle: Any) -> Any:
+            # the engine takes arrays and matrices as they are
+            return handle
+
+        @property
+        def _default_exec_arguments(self) -> tuple[Any, ...]:
+            device = names.get_current_device()
+            found = self._defaults.get(device)
+            if found is None:
+                found = self._defaults[device] = tuple(
+                    view.handle for view in self.kernel_name_to_buffer_info.values()
+                )
+            return found
+
+        def run_original(self, handles: Sequence[Any]) -> None:
+            """Run pyop3's own code."""
+            pointer = self.original._handle_to_pointer
+            self.original.executable(*(pointer(handle) for handle in handles))
+
+        def preprocessed(self) -> Any:
+            """The instructions that pyop3 generates code from."""
+            if self._preprocessed is None:
+                # compiled earlier, so that pyop3 itself did not need them this time
+                context = names.InstructionExecutionContext(self.instruction, self.parameters)
+                self._preprocessed = context.preprocess()
+            return self._preprocessed
+
+        def positions(self, handles: Sequence[Any]) -> Callable[[Any], Any]:
+            """Gives the array or matrix of a buffer, of those that are passed."""
+            places = {
+                (id(view.buffer), view.nest_indices): handle
+                for view, handle in zip(
+                    self.kernel_name_to_buffer_info.values(), handles, strict=True
+                )
+            }
+
+            def array_of(view: Any) -> Any:
+                found = places.get((id(view.buffer), view.nest_indices))
+                if found is None:
+                    if not view.buffer.constant:
+                        raise UnsupportedLoopError(f"{view.buffer.name} is not passed to the loop")
+                    found = view.handle
+                return found
+
+            return array_of
+
+    return Executor
+
+
+# ---------------------------------------------------------------------------------------------
+
+_backends: list[Backend] = []
+
+
+def attach(options: Options | None = None) -> Backend:
+    """Run pyop3's loops on the engine from now on; calls nest.
+
+    Parameters
+    ----------
+    options
+        Settings; looked up where not given.
+
+    Raises
+    ------
+    ImportError
+        Where pyop3 is not installed.
+    Pyop3MlirError
+        Where the installed pyop3 lacks a name that is needed: it says which.
+    """
+    backend = Backend(options or Options.resolve())
+    backend.attach()
+    _backends.append(backend)
+    return backend
+
+
+def detach(backend: Backend | None = None) -> None:
+    """Undo the latest :func:`attach`, or that of ``backend``.
+
+    Raises
+    ------
+    Pyop3MlirError
+        Where it is not attached.
+    """
+    if not _backends or (backend is not None and backend not in _backends):
+        raise Pyop3MlirError("the back end is not attached to pyop3")
+    target = backend or _backends[-1]
+    # what was attached later is put back on top
+    above = []
+    while _backends[-1] is not target:
+        above.append(_backends.pop())
+        above[-1].detach()
+    _backends.pop().detach()
+    for other in reversed(above):
+        other.attach()
+        _backends.append(other)

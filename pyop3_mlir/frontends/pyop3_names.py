@@ -1,0 +1,127 @@
+"""All that is used of pyop3's internals, by name.
+
+pyop3 is under development and has no release, so what it offers is looked up and not inferred from
+a version: the branch of August 2026 and the later layout with a back-end switch
+(``pyop3/compile/``) both have all of this. A name that is missing is an error that says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pyop3_mlir.errors import Pyop3MlirError
+
+__all__ = ["Names", "find_names"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """pyop3's classes and functions that the front end uses."""
+
+    # execution
+    InstructionExecutionContext: Any
+    CompiledCodeExecutor: Any
+    get_current_device: Any
+    HOST_DEVICE: Any
+    # instructions
+    InstructionList: Any
+    Loop: Any
+    NonEmptyArrayAssignment: Any
+    NullInstruction: Any
+    StandaloneCalledFunction: Any
+    AssignmentType: Any
+    Intent: Any
+    # expressions
+    Add: Any
+    Sub: Any
+    Mul: Any
+    Div: Any
+    Modulo: Any
+    FloorDiv: Any
+    Pow: Any
+    Neg: Any
+    Abs: Any
+    Or: Any
+    LessThan: Any
+    GreaterThan: Any
+    LessThanOrEqual: Any
+    GreaterThanOrEqual: Any
+    Conditional: Any
+    NaN: Any
+    AxisVar: Any
+    LoopIndexVar: Any
+    ScalarBufferExpression: Any
+    LinearDatBufferExpression: Any
+    NonlinearDatBufferExpression: Any
+    MatArrayBufferExpression: Any
+    MatPetscMatBufferExpression: Any
+    # data
+    NullBuffer: Any
+    ArrayBuffer: Any
+    PetscMatBuffer: Any
+    IndexedBuffer: Any
+    UNIT_AXIS_TREE: Any
+    IndexedAxisTree: Any
+
+
+_WHERE = {
+    "InstructionExecutionContext": "pyop3.insn.exec",
+    "CompiledCodeExecutor": "pyop3.insn.exec",
+    "get_current_device": "pyop3.device",
+    "HOST_DEVICE": "pyop3.device",
+    "InstructionList": "pyop3.insn.base",
+    "Loop": "pyop3.insn.base",
+    "NonEmptyArrayAssignment": "pyop3.insn.base",
+    "NullInstruction": "pyop3.insn.base",
+    "StandaloneCalledFunction": "pyop3.insn.base",
+    "AssignmentType": "pyop3.insn.base",
+    "Intent": "pyop3.constants",
+    "NullBuffer": "pyop3.buffer",
+    "ArrayBuffer": "pyop3.buffer",
+    "PetscMatBuffer": "pyop3.buffer",
+    "IndexedBuffer": "pyop3.buffer",
+    "UNIT_AXIS_TREE": "pyop3.axis_tree.tree",
+    "IndexedAxisTree": "pyop3.axis_tree.tree",
+}
+"""Modules of the names; everything else is in ``pyop3.expr``."""
+
+_ATTRIBUTES = {
+    "InstructionExecutionContext": ("compile", "preprocess", "__call__"),
+    "CompiledCodeExecutor": ("__call__", "_handle_to_pointer", "_default_exec_arguments"),
+    "IndexedBuffer": ("handle",),
+}
+"""Attributes that these classes must have."""
+
+
+def find_names() -> Names:
+    """Look everything up in the pyop3 that is installed.
+
+    Raises
+    ------
+    ImportError
+        Where pyop3 is not installed.
+    Pyop3MlirError
+        Where it has not all that is needed: names what is missing.
+    """
+    importlib.import_module("pyop3")
+    found: dict[str, Any] = {}
+    for item in fields(Names):
+        place = _WHERE.get(item.name, "pyop3.expr")
+        try:
+            found[item.name] = getattr(importlib.import_module(place), item.name)
+        except (ImportError, AttributeError):
+            raise _missing(f"{place}.{item.name}") from None
+    for name, attributes in _ATTRIBUTES.items():
+        for attribute in attributes:
+            if not hasattr(found[name], attribute):
+                raise _missing(f"{_WHERE[name]}.{name}.{attribute}")
+    return Names(**found)
+
+
+def _missing(what: str) -> Pyop3MlirError:
+    return Pyop3MlirError(
+        f"the pyop3 that is installed has no {what}, so its loops cannot be read; use Firedrake's "
+        "branch connorjward/pyop3 of August 2026 or a later one that still has this name"
+    )
