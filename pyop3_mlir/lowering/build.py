@@ -55,6 +55,7 @@ from pyop3_mlir.lowering.emit import (
     CONTRACT,
     Emitter,
     IndexLike,
+    declare_functions,
     element_type,
     emit_bodies,
     load_cast,
@@ -151,6 +152,7 @@ def build_module(kernel: LocalKernel, spec: LoopSpec, segmented: bool = False) -
     if segmented:
         for number in segmented_arguments(spec):
             module.body.block.add_op(_reduction(number, spec.arguments[number]))
+    declare_functions(module)
     return module
 
 

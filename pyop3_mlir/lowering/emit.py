@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from xdsl.builder import Builder
-from xdsl.dialects import arith, complex, math, scf
+from xdsl.dialects import arith, complex, func, math, scf
 from xdsl.dialects.builtin import (
     ArrayAttr,
     ComplexType,
@@ -23,6 +23,7 @@ from xdsl.dialects.builtin import (
     IndexType,
     IntegerAttr,
     IntegerType,
+    ModuleOp,
     TensorType,
     f32,
     f64,
@@ -334,7 +335,23 @@ def _float(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
         return e.insert(math.Atan2Op(*operands))
     if name == "pow":
         return _power(e, operands, op.children[1])
+    if name in ("bessel_j", "bessel_y"):
+        return _bessel(e, op, operands[1])
     raise _unsupported(op)
+
+
+def _bessel(e: Emitter, op: Op, argument: SSAValue) -> SSAValue:
+    """The C library's Bessel functions, which are of double precision and of integer order."""
+    order = op.children[0]
+    if not isinstance(order, Scalar) or int(order.value) != order.value:
+        raise _unsupported(op)
+    single = isinstance(argument.type, Float32Type)
+    if single:
+        argument = e.insert(arith.ExtFOp(argument, f64))
+    function = "jn" if op.name == "bessel_j" else "yn"
+    call = func.CallOp(function, [e.constant(int(order.value), i32), argument], [f64])
+    result = e.insert(call)
+    return e.insert(arith.TruncFOp(result, f32)) if single else result
 
 
 def _power(e: Emitter, operands: Sequence[Any], exponent: Expr) -> SSAValue:
@@ -512,6 +529,23 @@ def store_cast(e: Emitter, value: SSAValue, dtype: np.dtype[Any]) -> SSAValue:
     if dtype.kind in "iu" and dtype.itemsize == 8:
         return e.insert(arith.IndexCastOp(value, i64))
     return value
+
+
+def functions_of(module: ModuleOp) -> list[func.FuncOp]:
+    """The functions of a module that have a body."""
+    found = (op for op in module.ops if isinstance(op, func.FuncOp))
+    return [function for function in found if not function.is_declaration]
+
+
+def declare_functions(module: ModuleOp) -> None:
+    """Declare the functions that a module calls and does not have: those of the C library."""
+    block = module.body.block
+    known = {op.sym_name.data for op in block.ops if isinstance(op, func.FuncOp)}
+    for call in list(module.walk()):
+        if isinstance(call, func.CallOp) and (name := call.callee.string_value()) not in known:
+            known.add(name)
+            types = [value.type for value in call.operands], [value.type for value in call.results]
+            block.add_op(func.FuncOp.external(name, *types))
 
 
 def emit_bodies(

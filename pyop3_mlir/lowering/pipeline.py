@@ -10,6 +10,7 @@ stage                 made by                                         dialects
 ``unroll-loops``      :class:`UnrollLoopsPass`                        linalg, memref, scf, arith
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
 ``unroll-scatter``    :class:`UnrollScatterPass`                      the same
+``call-libm``         :class:`CallLibmPass`                           the same
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
 
@@ -29,6 +30,7 @@ from pyop3_mlir.lowering.build import build_module
 from pyop3_mlir.lowering.dialects import iree_context, print_module
 from pyop3_mlir.lowering.passes.block_cells import BlockCellsPass
 from pyop3_mlir.lowering.passes.bufferise import BufferisePass
+from pyop3_mlir.lowering.passes.call_libm import CallLibmPass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
@@ -64,6 +66,7 @@ def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
         UnrollLoopsPass(4 * schedule.unroll),
         VectorisePass(schedule.tile, schedule.unroll),
         UnrollScatterPass(schedule.width),
+        CallLibmPass(),
         OutlineDispatchPass(chunk=CHUNK if shared else 0),
     ]
 

@@ -23,7 +23,7 @@ from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 
 from pyop3_mlir.lowering.dialects.linalg import FillOp
-from pyop3_mlir.lowering.emit import Emitter
+from pyop3_mlir.lowering.emit import Emitter, functions_of
 
 __all__ = ["ALIGNMENT", "BufferisePass"]
 
@@ -46,14 +46,17 @@ class BufferisePass(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         """Rewrite every function in place."""
-        for function in list(op.ops):
+        functions = functions_of(op)
+        names = {function.sym_name.data for function in functions}
+        for function in functions:
             # a function that calls another one runs on the host side, where tensors stay
-            if isinstance(function, func.FuncOp) and not _calls(function):
+            if not _calls(function, names):
                 _Bufferiser(op, function).run()
 
 
-def _calls(function: func.FuncOp) -> bool:
-    return any(isinstance(op, func.CallOp) for op in function.walk())
+def _calls(function: func.FuncOp, names: set[str]) -> bool:
+    calls = (op for op in function.walk() if isinstance(op, func.CallOp))
+    return any(call.callee.string_value() in names for call in calls)
 
 
 def _memref(type: Attribute) -> Attribute:

@@ -16,14 +16,15 @@ from xdsl.dialects.builtin import (
     ModuleOp,
     StringAttr,
     TensorType,
+    UnitAttr,
     i32,
     i64,
 )
-from xdsl.ir import Attribute, Block, Region, SSAValue
+from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 
 from pyop3_mlir.lowering.dialects import codegen, flow, gpu, hal
-from pyop3_mlir.lowering.emit import Emitter, IndexLike
+from pyop3_mlir.lowering.emit import Emitter, IndexLike, functions_of
 
 __all__ = ["OPERAND_ALIGNMENT", "OutlineDispatchPass"]
 
@@ -61,10 +62,11 @@ class OutlineDispatchPass(ModulePass):
         """Rewrite the module in place."""
         block = op.body.block
         tables = [o for o in block.ops if isinstance(o, memref.GlobalOp)]
-        functions = [o for o in block.ops if isinstance(o, func.FuncOp) and _memrefs(o)]
+        functions = [function for function in functions_of(op) if _memrefs(function)]
+        library = [o for o in block.ops if isinstance(o, func.FuncOp) and o.is_declaration]
         for function in functions:
             block.insert_op_before(self._host(function), function)
-        for old in (*tables, *functions):
+        for old in (*tables, *library, *functions):
             old.detach()
         for function in functions:
             used = {
@@ -72,7 +74,11 @@ class OutlineDispatchPass(ModulePass):
                 for o in function.walk()
                 if isinstance(o, memref.GetGlobalOp)
             }
-            mine = [t.clone() for t in tables if t.sym_name.data in used]
+            called = {
+                o.callee.string_value() for o in function.walk() if isinstance(o, func.CallOp)
+            }
+            mine: list[Operation] = [t.clone() for t in tables if t.sym_name.data in used]
+            mine += [_import(f) for f in library if f.sym_name.data in called]
             first = block.first_op
             assert first is not None
             block.insert_op_before(self._executable(function, mine), first)
@@ -86,7 +92,7 @@ class OutlineDispatchPass(ModulePass):
         return hal.PipelineLayoutAttr(bindings, constants=4)
 
     def _executable(
-        self, function: func.FuncOp, tables: Sequence[memref.GlobalOp]
+        self, function: func.FuncOp, symbols: Sequence[Operation]
     ) -> hal.ExecutableSourceOp:
         name = function.sym_name.data
         layout = self._layout(function)
@@ -131,7 +137,7 @@ class OutlineDispatchPass(ModulePass):
             else codegen.TranslationInfoAttr(codegen.CPUPipelineAttr("Default"))
         )
         export = hal.ExecutableExportOp(name, layout, self._count())
-        return hal.ExecutableSourceOp(f"{name}_executable", [export], ModuleOp([*tables, kernel]))
+        return hal.ExecutableSourceOp(f"{name}_executable", [export], ModuleOp([*symbols, kernel]))
 
     def _count(self) -> Region:
         """Number of workgroups for a number of iterations."""
@@ -195,6 +201,13 @@ class OutlineDispatchPass(ModulePass):
         alignment = StringAttr(str(OPERAND_ALIGNMENT))
         host.attributes["iree.reflection"] = DictionaryAttr({"alignment": alignment})
         return host
+
+
+def _import(function: func.FuncOp) -> func.FuncOp:
+    """The declaration of a function of the C library, which is linked with the executable."""
+    declaration = function.clone()
+    declaration.attributes["hal.import.static"] = UnitAttr()
+    return declaration
 
 
 def _memrefs(function: func.FuncOp) -> list[SSAValue]:

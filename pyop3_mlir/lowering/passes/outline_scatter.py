@@ -20,6 +20,7 @@ from xdsl.ir import Block, Region, SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
+from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.lowering.emit import Emitter
 
 __all__ = ["OutlineScatterPass"]
@@ -42,9 +43,19 @@ class OutlineScatterPass(ModulePass):
         """Rewrite ``@loop`` in place."""
         for function in op.ops:
             if isinstance(function, func.FuncOp) and function.sym_name.data == "loop":
+                _refuse_calls(function)
                 scatter = _outline(function)
                 if scatter is not None:
                     op.body.block.insert_op_after(scatter, function)
+
+
+def _refuse_calls(function: func.FuncOp) -> None:
+    for op in function.walk():
+        if isinstance(op, func.CallOp):
+            raise UnsupportedLoopError(
+                f"flat batching cannot call {op.callee.string_value()} of the C library; "
+                "blocked batching can"
+            )
 
 
 def _outline(function: func.FuncOp) -> func.FuncOp | None:

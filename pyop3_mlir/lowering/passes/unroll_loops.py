@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects import arith, func, memref, scf
+from xdsl.dialects import arith, memref, scf
 from xdsl.dialects.builtin import IntegerAttr, MemRefType, ModuleOp
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
-from pyop3_mlir.lowering.emit import Emitter
+from pyop3_mlir.lowering.emit import Emitter, functions_of
 
 __all__ = ["UnrollLoopsPass"]
 
@@ -30,10 +30,8 @@ class UnrollLoopsPass(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         """Rewrite every function on memrefs in place."""
-        for function in op.ops:
-            if isinstance(function, func.FuncOp) and any(
-                isinstance(a.type, MemRefType) for a in function.body.block.args
-            ):
+        for function in functions_of(op):
+            if any(isinstance(a.type, MemRefType) for a in function.body.block.args):
                 loops = [inner for inner in function.walk() if isinstance(inner, scf.ForOp)]
                 for loop in reversed(loops):
                     self._visit(loop)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects import arith, func, memref, scf, vector
+from xdsl.dialects import arith, memref, scf, vector
 from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     Float32Type,
@@ -20,7 +20,7 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
-from pyop3_mlir.lowering.emit import Emitter
+from pyop3_mlir.lowering.emit import Emitter, functions_of
 
 __all__ = ["UnrollScatterPass"]
 
@@ -47,9 +47,9 @@ class UnrollScatterPass(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         """Rewrite ``@loop`` in place."""
-        for function in op.ops:
-            if not isinstance(function, func.FuncOp) or self.width < 2:
-                continue
+        if self.width < 2:
+            return
+        for function in functions_of(op):
             for blocks in function.body.block.ops:
                 if isinstance(blocks, scf.ForOp):
                     for loop in list(blocks.body.block.ops):

@@ -49,7 +49,7 @@ from xdsl.rewriter import InsertPoint
 
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.dialects.vector import FromElementsOp
-from pyop3_mlir.lowering.emit import Emitter, IndexLike
+from pyop3_mlir.lowering.emit import Emitter, IndexLike, functions_of
 
 __all__ = ["VectorisePass"]
 
@@ -77,8 +77,8 @@ class VectorisePass(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         """Rewrite every function in place."""
-        for function in op.ops:
-            if isinstance(function, func.FuncOp) and _on_memrefs(function):
+        for function in functions_of(op):
+            if _on_memrefs(function):
                 constants = _Constants(op)
                 for inner in list(function.walk()):
                     if isinstance(inner, GenericOp):
@@ -649,7 +649,7 @@ class _Nest:
             source, addresses = operands
             if isinstance(source, SSAValue) and isinstance(addresses, _Lanes):
                 return _Gather(source, addresses)
-        scalar = isinstance(op, memref.LoadOp) or not any(
+        scalar = isinstance(op, memref.LoadOp | func.CallOp) or not any(
             isinstance(v, _Vector | _Gather) or _is_float(_element(v)) for v in operands
         )
         if scalar:
