@@ -38,7 +38,7 @@ from pyop3_mlir.parloop import WRITE, Argument, Kind, LoopSpec, Parloop
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, get_device
-from pyop3_mlir.runtime.executable import BoundFunction, Executable, aligned_empty
+from pyop3_mlir.runtime.executable import BoundFunction, Buffer, Executable, aligned_empty
 
 __all__ = [
     "BoundLoop",
@@ -66,6 +66,70 @@ def _lowering_digest() -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class Module:
+    """What one compiled module is made from; holds no data, so every mesh and process shares it.
+
+    Attributes
+    ----------
+    kernel, spec
+        The loop.
+    schedule
+        How it is to run.
+    device
+        Where it is to run.
+    """
+
+    kernel: LocalKernel
+    spec: LoopSpec
+    schedule: Schedule
+    device: Device
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What loaded modules are found by in this process."""
+        device = self.device
+        return (
+            self.kernel.fingerprint(),
+            self.spec,
+            self.schedule,
+            device.threads,
+            device.target.fingerprint,
+            device.spec,
+        )
+
+    @property
+    def key(self) -> str:
+        """Digest of what the code depends on: the same in all processes, on all equal machines."""
+        text = repr((*self.identity[:5], _lowering_digest()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether this process has it already."""
+        return self.identity in _executables
+
+    def build(self) -> bytes:
+        """The compiled module, from the cache on disk or new; raises as :func:`executable_for`."""
+        return compile_module(
+            self._lower,
+            self.device,
+            cache=Cache.default("modules"),
+            key=self.key,
+            name=self.spec.name,
+        )
+
+    def _lower(self) -> str:
+        kind = self.device.spec.partition(":")[0]
+        return lower(self.kernel, self.spec, self.schedule, self.device.threads, kind)
+
+    def load(self, content: bytes) -> Executable:
+        """Make what :meth:`build` gave, here or in another process, ready to run."""
+        found = Executable(content, self.device, name=self.spec.name)
+        _executables[self.identity] = found
+        return found
+
+
 def executable_for(
     kernel: LocalKernel, spec: LoopSpec, schedule: Schedule, device: Device
 ) -> Executable:
@@ -85,20 +149,8 @@ def executable_for(
     CompilationError
         Where IREE refuses the module.
     """
-    identity = (kernel.fingerprint(), spec, schedule, device.threads, device.target.fingerprint)
-    found = _executables.get(identity)
-    if found is None:
-        text = repr((*identity[:4], _lowering_digest()))
-        module = compile_module(
-            lambda: lower(kernel, spec, schedule, device.threads),
-            device,
-            cache=Cache.default("modules"),
-            key=hashlib.sha256(text.encode()).hexdigest(),
-            name=spec.name,
-        )
-        found = Executable(module, device, name=spec.name)
-        _executables[identity] = found
-    return found
+    module = Module(kernel, spec, schedule, device)
+    return _executables.get(module.identity) or module.load(module.build())
 
 
 class BoundLoop:
@@ -122,10 +174,11 @@ class BoundLoop:
         self.schedule = schedule
         self.device = device
         self.reason = reason
-        runners: dict[str, type[_InOrder | _Colour | _Segmented]] = {
+        runners: dict[str, type[_InOrder | _Colour | _Segmented | _Atomic]] = {
             "in_order": _InOrder,
             "colour": _Colour,
             "segmented": _Segmented,
+            "atomic": _Atomic,
         }
         obstacle = impossible(parloop, schedule.strategy, device)
         if obstacle is None and schedule.batching == "flat" and parloop.order_dependent:
@@ -168,6 +221,25 @@ class _InOrder:
         self._call(start, stop)
 
 
+class _Atomic:
+    """One dispatch over all cells at once, which adds to shared targets atomically."""
+
+    def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
+        self._parloop, self._schedule, self._device = parloop, schedule, device
+        self._plans: dict[tuple[int, int], BoundFunction] = {}
+        self._plan(0, parloop.iteration_set.owned or 0)
+
+    def _plan(self, start: int, stop: int) -> BoundFunction:
+        if (start, stop) not in self._plans:
+            loop = planning.order_free(self._parloop, stop, start)
+            executable = executable_for(loop.kernel, loop.spec, self._schedule, self._device)
+            self._plans[start, stop] = _bind(executable, loop, loop.iteration_set.entities)
+        return self._plans[start, stop]
+
+    def run(self, start: int, stop: int) -> None:
+        self._plan(start, stop)(start, stop)
+
+
 class _Colour:
     """One dispatch for each colour; cells of a colour share no target."""
 
@@ -189,8 +261,10 @@ class _Colour:
 
     def run(self, start: int, stop: int) -> None:
         call, offsets = self._plan(start, stop)
+        call.upload()
         for first, last in itertools.pairwise(offsets):
-            call(first, last)
+            call.invoke(first, last)
+        call.download()
 
 
 class _Segmented:
@@ -206,7 +280,11 @@ class _Segmented:
         self._executable = executable_for(loop.kernel, loop.spec, schedule, device)
         self._numbers = segmented_arguments(loop.spec)
         self._contributions = [
-            _zeros(loop.iteration_set.size * argument.slots, argument.buffer.dtype)
+            Buffer(
+                _zeros(loop.iteration_set.size * argument.slots, argument.buffer.dtype),
+                device,
+                constant=True,
+            )
             for argument in (loop.arguments[k] for k in self._numbers)
         ]
         self._fill = self._bind(loop)
@@ -308,7 +386,7 @@ def _bind(
     executable: Executable,
     parloop: Parloop,
     entities: npt.NDArray[np.int32] | None,
-    contributions: Sequence[npt.NDArray[Any]] = (),
+    contributions: Sequence[Buffer] = (),
 ) -> BoundFunction:
     """Bind ``@loop`` to a loop's arrays: entities, tables, buffers, contributions, all flat."""
     tables = [] if entities is None else [entities]
@@ -333,9 +411,7 @@ def impossible(parloop: Parloop, strategy: str, device: Device) -> str | None:
     if strategy == "colour" and reduces and device.threads != 1:
         return "every entity contributes to a global, so each would need a colour of its own"
     if strategy == "atomic":
-        return legal_strategies(parloop, DeviceTraits.of(device))["atomic"] or (
-            "there is no atomic scatter for this device yet"
-        )
+        return legal_strategies(parloop, DeviceTraits.of(device))["atomic"]
     return None
 
 

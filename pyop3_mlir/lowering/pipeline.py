@@ -28,11 +28,13 @@ from xdsl.passes import ModulePass
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.build import build_module
 from pyop3_mlir.lowering.dialects import iree_context, print_module
+from pyop3_mlir.lowering.passes.atomic_scatter import AtomicScatterPass
 from pyop3_mlir.lowering.passes.block_cells import BlockCellsPass
 from pyop3_mlir.lowering.passes.bufferise import BufferisePass
 from pyop3_mlir.lowering.passes.call_libm import CallLibmPass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
+from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
 from pyop3_mlir.lowering.passes.unroll_scatter import UnrollScatterPass
 from pyop3_mlir.lowering.passes.vectorise import VectorisePass
@@ -46,7 +48,11 @@ CHUNK = 1024
 """Iterations of a workgroup where several threads share a loop; a multiple of every block width."""
 
 
-def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
+WORKGROUP = 128
+"""Threads of a workgroup on a GPU."""
+
+
+def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[ModulePass]:
     """The passes that a schedule asks for, in order.
 
     Parameters
@@ -55,7 +61,12 @@ def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
         Strategy and batching.
     threads
         CPU threads that share the work; ``in_order`` uses one whatever there are.
+    kind
+        Kind of device: ``cpu``, or one of
+        :data:`~pyop3_mlir.lowering.passes.place_on_gpu.SPACES`, where each thread does one cell.
     """
+    if kind != "cpu":
+        return _gpu_passes(schedule, kind)
     shared = threads > 1 and schedule.strategy != "in_order"
     batching: ModulePass = (
         BlockCellsPass(schedule.width) if schedule.batching == "blocked" else OutlineScatterPass()
@@ -71,8 +82,30 @@ def passes(schedule: Schedule, threads: int = 1) -> list[ModulePass]:
     ]
 
 
+def _gpu_passes(schedule: Schedule, kind: str) -> list[ModulePass]:
+    batching: ModulePass = (
+        BlockCellsPass(1) if schedule.batching == "blocked" else OutlineScatterPass()
+    )
+    # in order means one thread, which is for loops that have no other meaning
+    one = schedule.strategy == "in_order"
+    return [
+        batching,
+        BufferisePass(),
+        UnrollLoopsPass(4 * schedule.unroll),
+        VectorisePass(schedule.tile, schedule.unroll),
+        *([AtomicScatterPass()] if schedule.strategy == "atomic" else []),
+        PlaceOnGpuPass(kind),
+        OutlineDispatchPass(chunk=0 if one else 1, threads=1 if one else WORKGROUP),
+    ]
+
+
 def stages(
-    kernel: LocalKernel, spec: LoopSpec, schedule: Schedule, threads: int = 1, verify: bool = True
+    kernel: LocalKernel,
+    spec: LoopSpec,
+    schedule: Schedule,
+    threads: int = 1,
+    kind: str = "cpu",
+    verify: bool = True,
 ) -> Iterator[tuple[str, ModuleOp]]:
     """Every stage of a loop's way: its name and the module, which the next one changes.
 
@@ -83,7 +116,7 @@ def stages(
     if verify:
         module.verify()
     yield "tensor", module
-    for step in passes(schedule, threads):
+    for step in passes(schedule, threads, kind):
         step.apply(context, module)
         if verify:
             module.verify()
@@ -95,6 +128,7 @@ def lower(
     spec: LoopSpec,
     schedule: Schedule,
     threads: int = 1,
+    kind: str = "cpu",
     *,
     observe: Callable[[str, ModuleOp], None] | None = None,
 ) -> str:
@@ -104,13 +138,13 @@ def lower(
     ----------
     kernel, spec
         The loop.
-    schedule, threads
+    schedule, threads, kind
         As for :func:`passes`.
     observe
         Called with the name and the module of every stage, each of them verified.
     """
     module = None
-    for name, module in stages(kernel, spec, schedule, threads, observe is not None):
+    for name, module in stages(kernel, spec, schedule, threads, kind, observe is not None):
         if observe is not None:
             observe(name, module)
     assert module is not None

@@ -78,7 +78,8 @@ class Buffer:
         Bytes to which the compiled code expects it to be aligned (on the CPU only). An array that
         is not is copied in and out at each call.
     constant
-        Promises that the contents do not change: they are copied once, if at all.
+        Promises that the host does not change the contents, nor reads what the device changes: they
+        are copied to the device once, if at all.
 
     Attributes
     ----------
@@ -482,7 +483,8 @@ class BoundFunction:
         self._written = signature.written
         self._refs = [buffer.view.ref for buffer in buffers]
         self._incoming = tuple(b for b in buffers if not (b.zero_copy or b.constant))
-        self._outgoing = tuple(b for b in (buffers[i] for i in self._written) if not b.zero_copy)
+        outgoing = (buffers[i] for i in self._written)
+        self._outgoing = tuple(b for b in outgoing if not (b.zero_copy or b.constant))
         self._arguments: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -498,9 +500,17 @@ class BoundFunction:
         DeviceError
             Where the function fails or the arrays do not have the types that it takes.
         """
+        self.upload()
+        self.invoke(*integers)
+        self.download()
+
+    def upload(self) -> None:
+        """Copy in what is not shared with the device."""
         for buffer in self._incoming:
             buffer.upload()
-        self.invoke(*integers)
+
+    def download(self) -> None:
+        """Copy back what the function changes and the device does not share."""
         for buffer in self._outgoing:
             buffer.download()
 

@@ -28,6 +28,7 @@ from pyop3_mlir.lowering.dialects.flow import Flow
 from pyop3_mlir.lowering.dialects.gpu import GPU
 from pyop3_mlir.lowering.dialects.hal import HAL
 from pyop3_mlir.lowering.dialects.linalg import Linalg
+from pyop3_mlir.lowering.dialects.spirv import SPIRV
 from pyop3_mlir.lowering.dialects.util import Util
 from pyop3_mlir.lowering.dialects.vector import Vector
 
@@ -35,7 +36,8 @@ __all__ = ["iree_context", "print_module"]
 
 DIALECTS = (
     Affine, Arith, Bufferization, Builtin, Cf, Complex, Flow, Func, GPU, HAL, IREECPU, IREECodegen,
-    IREEGPU, Linalg, Math, MemRef, Scf, Tensor, Util, Vector,
+    IREEGPU, Linalg, Math, MemRef, SPIRV, Scf, Tensor, Util,
+    Vector,
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from xdsl.printer import Printer
 from xdsl.traits import Pure
 from xdsl.utils.exceptions import VerifyException
 
-__all__ = ["GPU", "DimensionAttr", "ThreadIdOp"]
+__all__ = ["GPU", "AddressSpaceAttr", "DimensionAttr", "ThreadIdOp"]
 
 
 @irdl_attr_definition
@@ -52,6 +52,27 @@ class DimensionAttr(ParametrizedAttribute):
             return (StringAttr(parser.parse_identifier()),)
 
 
+@irdl_attr_definition
+class AddressSpaceAttr(ParametrizedAttribute):
+    """``#gpu.address_space<...>``: ``private`` is the memory of one thread."""
+
+    name = "gpu.address_space"
+
+    space: StringAttr
+
+    def __init__(self, space: str = "private") -> None:
+        super().__init__(StringAttr(space))
+
+    def print_parameters(self, printer: Printer) -> None:
+        with printer.in_angle_brackets():
+            printer.print_string(self.space.data)
+
+    @classmethod
+    def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
+        with parser.in_angle_brackets():
+            return (StringAttr(parser.parse_identifier()),)
+
+
 @irdl_op_definition
 class ThreadIdOp(IRDLOperation):
     """``gpu.thread_id``: number of this thread in its workgroup, along x, y or z."""
@@ -70,4 +91,4 @@ class ThreadIdOp(IRDLOperation):
         )
 
 
-GPU = Dialect("gpu", [ThreadIdOp], [DimensionAttr])
+GPU = Dialect("gpu", [ThreadIdOp], [AddressSpaceAttr, DimensionAttr])

@@ -25,7 +25,10 @@ from xdsl.passes import ModulePass
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import Emitter, functions_of
 
-__all__ = ["ALIGNMENT", "BufferisePass"]
+__all__ = ["ALIGNMENT", "ON_MEMREFS", "BufferisePass"]
+
+ON_MEMREFS = "_on_memrefs"
+"""What the name of a function that is called from tensors gets when it is on memrefs itself."""
 
 ALIGNMENT = 64
 """Bytes; a cache line, and the widest vector register."""
@@ -86,13 +89,15 @@ class _Bufferiser:
         for op in list(work.ops):
             op.detach()
             entry.add_op(op)
-        new = func.FuncOp(
-            self.function.sym_name.data,
-            (types, []),
-            Region(entry),
-            visibility=self.function.sym_visibility,
-        )
+        name, visibility = self.function.sym_name.data, self.function.sym_visibility
         block = self.module.body.block
+        if visibility is not None:
+            # its caller goes on to see a function on tensors
+            signature = self.function.function_type
+            declaration = func.FuncOp.external(name, signature.inputs.data, signature.outputs.data)
+            block.insert_op_before(declaration, self.function)
+            name += ON_MEMREFS
+        new = func.FuncOp(name, (types, []), Region(entry), visibility=visibility)
         block.insert_op_before(new, self.function)
         self.function.detach()
         self.function.erase()

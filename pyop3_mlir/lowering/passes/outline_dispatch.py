@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from xdsl.context import Context
 from xdsl.dialects import arith, func, memref, tensor
 from xdsl.dialects.builtin import (
+    DYNAMIC_INDEX,
     ArrayAttr,
     DictionaryAttr,
     IndexType,
@@ -24,6 +25,8 @@ from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 
 from pyop3_mlir.lowering.dialects import codegen, flow, gpu, hal
+from pyop3_mlir.lowering.passes.bufferise import ON_MEMREFS
+from pyop3_mlir.lowering.passes.place_on_gpu import TABLES
 from pyop3_mlir.lowering.emit import Emitter, IndexLike, functions_of
 
 __all__ = ["OPERAND_ALIGNMENT", "OutlineDispatchPass"]
@@ -31,7 +34,7 @@ __all__ = ["OPERAND_ALIGNMENT", "OutlineDispatchPass"]
 OPERAND_ALIGNMENT = 4
 """Bytes to which operands are aligned at least: vectors are only loaded from local buffers."""
 
-_UNBOUNDED = 2**40
+_UNBOUNDED = 2**30
 """The size given to operands inside the executable, which addresses them by index tables alone."""
 
 
@@ -63,7 +66,12 @@ class OutlineDispatchPass(ModulePass):
         block = op.body.block
         tables = [o for o in block.ops if isinstance(o, memref.GlobalOp)]
         functions = [function for function in functions_of(op) if _memrefs(function)]
-        library = [o for o in block.ops if isinstance(o, func.FuncOp) and o.is_declaration]
+        names = {_name(function) for function in functions}
+        declared = [o for o in block.ops if isinstance(o, func.FuncOp) and o.is_declaration]
+        for declaration in declared:
+            if declaration.sym_name.data in names:
+                declaration.detach()
+        library = [o for o in declared if o.sym_name.data not in names]
         for function in functions:
             block.insert_op_before(self._host(function), function)
         for old in (*tables, *library, *functions):
@@ -94,7 +102,7 @@ class OutlineDispatchPass(ModulePass):
     def _executable(
         self, function: func.FuncOp, symbols: Sequence[Operation]
     ) -> hal.ExecutableSourceOp:
-        name = function.sym_name.data
+        name = _name(function)
         layout = self._layout(function)
         block = Block()
         e = Emitter(block)
@@ -118,7 +126,7 @@ class OutlineDispatchPass(ModulePass):
                     layout,
                     number,
                     zero,
-                    [size if argument.type.get_num_dims() == 1 else count],  # type: ignore[attr-defined]
+                    _sizes(argument.type, size, count),
                     argument.type,
                     OPERAND_ALIGNMENT,
                 )
@@ -153,14 +161,17 @@ class OutlineDispatchPass(ModulePass):
         return Region(block)
 
     def _host(self, function: func.FuncOp) -> func.FuncOp:
-        name = function.sym_name.data
+        name = _name(function)
+        # the tables that a GPU reads as operands are constants of the caller
+        tables = list(function.attributes.get(TABLES, ArrayAttr([])))  # type: ignore[call-overload]
         arguments = _memrefs(function)
+        arguments = arguments[: len(arguments) - len(tables)]
         written = [number for number, a in enumerate(arguments) if a in _written(function)]
         types: list[Attribute] = [
             TensorType(a.type.element_type, a.type.get_shape())  # type: ignore[attr-defined]
             for a in arguments
         ]
-        scalars = len(function.body.block.args) - len(arguments)
+        scalars = len(function.body.block.args) - len(_memrefs(function))
         block = Block(arg_types=[*[i64] * scalars, *types])
         e = Emitter(block)
         start, stop = block.args[:2]
@@ -175,7 +186,7 @@ class OutlineDispatchPass(ModulePass):
             f"{name}_executable",
             name,
             [count],
-            [*constants, *tensors],
+            [*constants, *tensors, *(e.insert(arith.ConstantOp(t)) for t in tables)],
             dims,
             [len(constants) + number for number in written],
         )
@@ -208,6 +219,19 @@ def _import(function: func.FuncOp) -> func.FuncOp:
     declaration = function.clone()
     declaration.attributes["hal.import.static"] = UnitAttr()
     return declaration
+
+
+def _name(function: func.FuncOp) -> str:
+    return function.sym_name.data.removesuffix(ON_MEMREFS)
+
+
+def _sizes(type: Attribute, size: SSAValue, count: SSAValue) -> list[SSAValue]:
+    """The dynamic dimensions of an operand: none, or one."""
+    assert isinstance(type, MemRefType)
+    shape = type.get_shape()
+    if DYNAMIC_INDEX not in shape:
+        return []
+    return [size if len(shape) == 1 else count]
 
 
 def _memrefs(function: func.FuncOp) -> list[SSAValue]:
