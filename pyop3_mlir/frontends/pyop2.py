@@ -14,7 +14,7 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -320,6 +320,7 @@ class Place:
     field: int | None = None  # of a MixedDat, block of a mixed matrix
     name: str = ""
     matrix: _Matrix | None = None
+    shared: bool = False  # a Global
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,6 +347,8 @@ class Plan:
         One for each argument of the kernel.
     importer
         "gem" or "loopy".
+    bindings, schedules
+        For whoever runs it: what was bound to data already, and how it runs.
     """
 
     name: str
@@ -354,6 +357,7 @@ class Plan:
     places: tuple[Place, ...]
     importer: str
     bindings: dict[Any, Any] = field(default_factory=dict)
+    schedules: dict[Any, Any] = field(default_factory=dict)
 
     def bind(self, loop: Any) -> Reading:
         """The loop on the data that ``loop`` has now."""
@@ -361,22 +365,43 @@ class Plan:
         matrices: list[MatrixValues] = []
         elements: list[Elements] = []
         copies: list[tuple[Any, int]] = []
+        globals_: list[tuple[int, Array, bool]] = []
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
         for place in self.places:
             data = loop.arguments[place.number].data if place.number >= 0 else None
+            if place.shared:
+                # globals are small and often made anew: their values are copied at each run
+                assert data is not None
+                assert place.access is not None
+                values: Array = np.array(data._data).reshape(-1)
+                globals_.append((place.number, values, place.access is not READ))
+                arguments.append(
+                    Argument(
+                        values,
+                        place.access,
+                        place.kind,
+                        place.table,
+                        place.components,
+                        name=place.name,
+                    )
+                )
+                continue
             if place.matrix is not None:
                 argument, handle = _bind_matrix(place, data, self.iteration, batch)
                 (matrices if isinstance(handle, MatrixValues) else elements).append(handle)  # type: ignore[arg-type]
                 arguments.append(argument)
                 continue
-            buffer = self.iteration.layer if data is None else _buffer(data, place.field)
-            if data is not None and buffer is not None and buffer.dtype.itemsize < 4:
+            if data is None:
+                assert self.iteration.layer is not None
+                buffer: Array = self.iteration.layer
+            else:
+                buffer = _buffer(data, place.field)
+            if buffer.dtype.itemsize < 4:
                 if place.access is not READ:
                     raise UnsupportedLoopError(f"{place.name}: dtype {buffer.dtype} is written")
                 buffer = buffer.astype(np.int32)
                 copies.append((data, data.dat_version))
-            assert buffer is not None
             assert place.access is not None
             arguments.append(
                 Argument(
@@ -391,7 +416,9 @@ class Plan:
                 )
             )
         parloop = Parloop(self.kernel, self.iteration.iteration_set, arguments, self.name)
-        return Reading(parloop, self, tuple(matrices), tuple(elements), tuple(copies))
+        return Reading(
+            parloop, self, tuple(matrices), tuple(elements), tuple(copies), tuple(globals_)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -454,6 +481,8 @@ class Reading:
         Matrices that get element matrices from it, batch by batch.
     copies
         Data that was converted (small integers), and its version at that moment.
+    globals
+        Number of PyOP2's argument, our own array for it, and whether the loop changes it.
     """
 
     parloop: Parloop
@@ -461,6 +490,7 @@ class Reading:
     matrices: tuple[MatrixValues, ...] = ()
     elements: tuple[Elements, ...] = ()
     copies: tuple[tuple[Any, int], ...] = ()
+    globals: tuple[tuple[int, Array, bool], ...] = ()
 
     def current(self) -> bool:
         """Whether memory and copies are still what they were."""
@@ -472,8 +502,10 @@ class Reading:
         """Our iterations of a part of PyOP2's iteration set."""
         return self.plan.iteration.range(part)
 
-    def run(self, call: Callable[[int, int], None], start: int, stop: int) -> None:
-        """Run iterations ``[start, stop)`` by ``call(start, stop)`` and tell PETSc."""
+    def run(self, call: Callable[[int, int], None], start: int, stop: int, loop: Any) -> None:
+        """Run iterations ``[start, stop)`` by ``call(start, stop)``, for the data of ``loop``."""
+        for number, buffer, _ in self.globals:
+            buffer[...] = loop.arguments[number].data._data.reshape(-1)
         if not self.elements:
             call(start, stop)
         else:
@@ -485,6 +517,10 @@ class Reading:
                 for elements in self.elements:
                     elements.flush(first, last, self.parloop.iteration_set.entities)
                 first = last
+        for number, buffer, written in self.globals:
+            if written:
+                data = loop.arguments[number].data._data
+                data[...] = buffer.reshape(data.shape)
         for matrix in self.matrices:
             matrix.changed()
 
@@ -593,11 +629,7 @@ def _make_plan(loop: Any, iteration: Iteration, importers: Sequence[Importer]) -
 def _resolve(place: Place, loaded: bool) -> Place:
     if place.access is not None:
         return place
-    access = RW if loaded else WRITE
-    return Place(
-        place.number, place.kind, access, place.components, place.table, place.stride,
-        place.offset, place.field, place.name, place.matrix,
-    )  # fmt: skip
+    return replace(place, access=RW if loaded else WRITE)
 
 
 _kernels: dict[Any, LocalKernel | UnsupportedLoopError] = {}
@@ -688,10 +720,11 @@ def _read_global(
 ) -> Place:
     components = math.prod(global_.dim)
     if not global_.double:
-        return Place(number, Kind.GLOBAL, access, components, name=name)
+        return Place(number, Kind.GLOBAL, access, components, name=name, shared=True)
     # packed twice, for either side of a facet
     values = np.zeros((iteration.iteration_set.extent, 2), dtype=np.int32)
-    return Place(number, Kind.INDIRECT, access, components, IndexTable(values, 1), name=name)
+    table = IndexTable(values, 1)
+    return Place(number, Kind.INDIRECT, access, components, table, name=name, shared=True)
 
 
 def _read_dat(

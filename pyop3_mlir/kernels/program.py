@@ -475,6 +475,13 @@ class LocalKernel:
 
         Names of dimensions, temporaries and the kernel itself do not enter, those of operations do.
         """
+        known: str | None = self.__dict__.get("_fingerprint")
+        if known is None:
+            known = self._find_fingerprint()
+            object.__setattr__(self, "_fingerprint", known)
+        return known
+
+    def _find_fingerprint(self) -> str:
         ids: dict[Any, int] = {}
         digest = hashlib.sha256()
 
