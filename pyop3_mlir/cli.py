@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -107,58 +109,115 @@ def demo(
     )
 
 
+Json = Annotated[Path | None, typer.Option(help="Write the rows to this file.")]
+Cases = Annotated[
+    list[str] | None, typer.Option("--case", help="Only this case; may be given several times.")
+]
+Size = Annotated[float, typer.Option(help="Factor on the number of cells.")]
+Budget = Annotated[float | None, typer.Option(help="Seconds for tuning a loop.")]
+
+
+@contextmanager
+def _measuring(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Show what has been measured last."""
+    with console.status("measuring ...") as status:
+        yield lambda row: status.update(f"{row['case']} done")
+
+
+def _known_cases(names: list[str] | None, known: Iterable[str]) -> list[str] | None:
+    """Return the names, None where there are none to say that all are meant."""
+    everything = list(known)
+    for name in names or ():
+        if name not in everything:
+            raise OptionError(f"no case {name!r}; there are {', '.join(everything)}")
+    return names or None
+
+
 @bench_app.command("engine")
 def bench_engine(
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(help="Only this case; may be given several times.")
-    ] = None,
+    json: Json = None,
+    case: Cases = None,
     device: Device = None,
-    size: Annotated[float, typer.Option(help="Factor on the number of cells.")] = 1.0,
+    size: Size = 1.0,
     runs: Annotated[int, typer.Option(min=7, help="Interleaved samples of each case.")] = 15,
-    budget: Annotated[float | None, typer.Option(help="Seconds for tuning a loop.")] = None,
+    budget: Budget = None,
 ) -> None:
     """Compare the engine with the same loops in C, compiled by gcc, one thread each."""
+    from pyop3_mlir.bench.cases import CASES
     from pyop3_mlir.bench.engine import run_engine_bench, table
 
+    cases = _known_cases(case, (known.name for known in CASES))
     options = Options.resolve(device=device, tune_budget=budget)
     console = _console()
-    with console.status("measuring ...") as status:
+    with _measuring(console) as report:
         rows = run_engine_bench(
             json,
-            case or None,
+            cases,
             device=options.device,
             size=size,
             runs=runs,
             tune_budget=options.tune_budget,
-            report=lambda row: status.update(f"{row['case']}: {row['ours_s'] * 1e3:.3f} ms"),
+            report=report,
         )
     console.print(table(rows))
 
 
+@bench_app.command("firedrake")
+def bench_firedrake(
+    json: Json = None,
+    case: Cases = None,
+    size: Size = 1.0,
+    runs: Annotated[int, typer.Option(min=7, help="Interleaved samples of each case.")] = 7,
+    budget: Budget = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Time whole assemblies instead of their loops.")
+    ] = False,
+    overheads: Annotated[
+        bool,
+        typer.Option(
+            "--overheads", help="Time the first use of kernels and calls on one cell instead."
+        ),
+    ] = False,
+) -> None:
+    """Compare Firedrake's parallel loops on the engine and on PyOP2, one thread each."""
+    from pyop3_mlir.bench import firedrake as bench
+
+    known = bench.OVERHEADS if overheads else [known.name for known in bench.CASES]
+    cases = _known_cases(case, known)
+    console = _console()
+    with _measuring(console) as report:
+        if overheads:
+            rows = bench.run_overheads(json, cases, report=report)
+        else:
+            rows = bench.run_firedrake_bench(
+                json, cases, size=size, runs=runs, tune_budget=budget, whole=whole, report=report
+            )
+    console.print(bench.overheads_table(rows) if overheads else bench.table(rows))
+
+
 @bench_app.command("tuner")
 def bench_tuner(
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(help="Only this case; may be given several times.")
-    ] = None,
+    json: Json = None,
+    case: Cases = None,
     device: Device = None,
-    size: Annotated[float, typer.Option(help="Factor on the number of cells.")] = 1.0,
-    budget: Annotated[float | None, typer.Option(help="Seconds for tuning a loop.")] = None,
+    size: Size = 1.0,
+    budget: Budget = None,
 ) -> None:
     """Compare what the tuner chooses within its budget with the best of all candidates."""
+    from pyop3_mlir.bench.cases import CASES
     from pyop3_mlir.bench.tuner import run_tuner_bench, table
 
+    cases = _known_cases(case, (known.name for known in CASES))
     options = Options.resolve(device=device, tune_budget=budget)
     console = _console()
-    with console.status("measuring ...") as status:
+    with _measuring(console) as report:
         rows = run_tuner_bench(
             json,
-            case or None,
+            cases,
             device=options.device,
             size=size,
             budget=options.tune_budget,
-            report=lambda row: status.update(f"{row['case']}: {row['ratio']:.2f}"),
+            report=report,
         )
     console.print(table(rows))
 

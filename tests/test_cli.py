@@ -68,6 +68,12 @@ def test_a_bad_setting_is_named():
     assert "PYOP3_MLIR_TUNE" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["engine", "firedrake", "tuner"])
+def test_a_benchmark_that_does_not_exist_is_named(command):
+    done = invoke("bench", command, "--case", "nothing")
+    assert "no case 'nothing'; there are " in str(done.exception)
+
+
 def test_devices_lists_the_cpu():
     done = invoke("devices")
     assert done.exit_code == 0
