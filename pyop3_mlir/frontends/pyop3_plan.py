@@ -1,7 +1,7 @@
 """Make our loops of what was read from pyop3.
 
-A :class:`~pyop3_mlir.frontends.pyop3_read.Unit` becomes a local kernel and a :class:`Place` for each
-of its arguments, without data. There are two ways:
+A :class:`~pyop3_mlir.frontends.pyop3_read.Unit` becomes a local kernel and a :class:`Place` for
+each of its arguments, without data. There are two ways:
 
 * one call of a local kernel, with assignments that only move values in and out (all that Firedrake
   makes of a form): where each slot of each argument comes from and goes to is traced through the
@@ -224,7 +224,7 @@ def _next_divisor(number: int) -> int:
 
 def _run(offsets: Array) -> int:
     """The largest number of neighbouring scalars that all entries can be grouped into."""
-    n, entries = offsets.shape
+    entries = offsets.shape[1]
     step = np.diff(offsets, axis=1)
     both_absent = (offsets[:, 1:] < 0) & (offsets[:, :-1] < 0)
     joined = ((step == 1) & (offsets[:, :-1] >= 0)) | both_absent
@@ -350,14 +350,14 @@ def make_plan(
     if len(calls) == 1:
         try:
             return maker.around_call(calls[0], importers)
-        except _NotPlain as reason:
+        except _NotPlainError as reason:
             log.debug("kernel %s is written down: %s", calls[0].name, reason)
             if any(isinstance(s, Insert) for s in unit.statements):
                 raise UnsupportedLoopError(str(reason)) from None
     return maker.written_down()
 
 
-class _NotPlain(UnsupportedLoopError):
+class _NotPlainError(UnsupportedLoopError):
     """More than moving values in and out of one kernel."""
 
 
@@ -443,17 +443,17 @@ class _Maker:
                 trace = traces.get(id(statement.source.buffer))
                 count = statement.rows.shape[1] * statement.cols.shape[1]
                 if trace is None:
-                    raise _NotPlain("a matrix that is assigned what no kernel computes")
+                    raise _NotPlainError("a matrix that is assigned what no kernel computes")
                 self._leave(trace, np.arange(count)[None], statement.kind, statement, outputs)
             elif self.is_temporary(statement.target.view):
                 self._move(statement, traces)
             else:
                 value = statement.value
                 if not isinstance(value, Ref) or not self.is_temporary(value.view):
-                    raise _NotPlain("arithmetic beside a kernel")
+                    raise _NotPlainError("arithmetic beside a kernel")
                 trace = traces.get(id(value.view.buffer))
                 if trace is None:
-                    raise _NotPlain("an undefined temporary")
+                    raise _NotPlainError("an undefined temporary")
                 self._leave(trace, value.offsets, statement.kind, statement.target, outputs)
         return self._assemble(call, inputs, outputs, importers)
 
@@ -473,9 +473,11 @@ class _Maker:
     def _move(self, statement: Assign, traces: dict[int, _Trace]) -> None:
         target = statement.target
         if statement.kind != "write":
-            raise _NotPlain("a temporary that is added to")
+            raise _NotPlainError("a temporary that is added to")
         if len(target.offsets) != 1:
-            raise _NotPlain("a temporary that is stored in an order that depends on the iteration")
+            raise _NotPlainError(
+                "a temporary that is stored in an order that depends on the iteration"
+            )
         at = target.offsets[0]
         key = id(target.view.buffer)
         trace = traces.setdefault(key, _Trace(int(target.view.buffer.size)))
@@ -486,11 +488,11 @@ class _Maker:
             case Ref() if self.is_temporary(value.view):
                 other = traces.get(id(value.view.buffer))
                 if other is None:
-                    raise _NotPlain("an undefined temporary")
+                    raise _NotPlainError("an undefined temporary")
                 offsets = np.broadcast_to(value.offsets, (len(value.offsets), len(at)))
                 which = other.which[offsets]
                 if len(which) > 1 and (which != which[0]).any():
-                    raise _NotPlain("entries whose source depends on the iteration")
+                    raise _NotPlainError("entries whose source depends on the iteration")
                 rows = max(len(offsets), len(other.index))
                 index = np.take_along_axis(
                     np.broadcast_to(other.index, (rows, other.index.shape[1])),
@@ -500,7 +502,7 @@ class _Maker:
                 if (offsets < 0).any():
                     index = np.where(offsets < 0, -1, index)
                 if (which[0] < 0).any():
-                    raise _NotPlain("undefined entries of a temporary")
+                    raise _NotPlainError("undefined entries of a temporary")
                 for number in np.unique(which[0]):
                     here = which[0] == number
                     trace.put(at[here], other.sources[number], index[:, here])
@@ -508,7 +510,7 @@ class _Maker:
                 offsets = np.broadcast_to(value.offsets, (len(value.offsets), len(at)))
                 trace.put(at, value.view, offsets)
             case _:
-                raise _NotPlain("arithmetic beside a kernel")
+                raise _NotPlainError("arithmetic beside a kernel")
 
     def _leave(
         self,
@@ -520,15 +522,17 @@ class _Maker:
     ) -> None:
         """Entries ``offsets`` of a temporary go to ``target``."""
         if len(offsets) != 1 or len(trace.index) != 1:
-            raise _NotPlain("results that are stored in an order that depends on the iteration")
+            raise _NotPlainError(
+                "results that are stored in an order that depends on the iteration"
+            )
         which = trace.which[offsets[0]]
         slots = trace.index[0, offsets[0]]
         numbers = np.unique(which)
         if numbers[0] < 0 or not all(isinstance(trace.sources[w], _Result) for w in numbers):
-            raise _NotPlain("values that no kernel computes are stored")
+            raise _NotPlainError("values that no kernel computes are stored")
         if isinstance(target, Insert):
             if len(numbers) > 1:
-                raise _NotPlain("a matrix from several results")
+                raise _NotPlainError("a matrix from several results")
             number = trace.sources[numbers[0]].number
             outputs.setdefault(number, []).append((kind, target.view, slots, target))
             return
@@ -567,7 +571,7 @@ class _Maker:
                 )
             found = self._argument(call, formal.name, intent, shape, given, outputs.get(number, []))
             if len(found) > PARTS_LIMIT:
-                raise _NotPlain("an argument of very many parts")
+                raise _NotPlainError("an argument of very many parts")
             if len(found) > 1:
                 splits[number] = (shape, [part for part, _ in found])
             places += [p for _, p in found]
@@ -598,7 +602,7 @@ class _Maker:
         where = f"kernel {call.name}, argument {name}"
         if intent == "READ":
             if (given.which < 0).any():
-                raise _NotPlain(f"{where}: entries that nothing is packed for")
+                raise _NotPlainError(f"{where}: entries that nothing is packed for")
             return self._pieces(
                 [
                     (given.sources[w], np.nonzero(given.which == w)[0])
@@ -608,7 +612,7 @@ class _Maker:
                 shape,
             )
         if not stored:
-            raise _NotPlain(f"{where}: results that are not stored")
+            raise _NotPlainError(f"{where}: results that are not stored")
         found: list[tuple[Part, Place]] = []
         covered = np.zeros(math.prod(shape), dtype=int)
         for kind, view, slots, target in _merged(stored):
@@ -625,7 +629,7 @@ class _Maker:
             access = self._access(kind, intent, given, view, slots, target, where)
             found.append((part, self.place(view, target[:, order], access)))
         if (covered != 1).any():
-            raise _NotPlain(f"{where}: results that are stored more than once, or in part")
+            raise _NotPlainError(f"{where}: results that are stored more than once, or in part")
         return found
 
     def _access(
@@ -651,19 +655,19 @@ class _Maker:
             w >= 0 and _same(given.sources[w], view) for w in np.unique(given.which[slots]).tolist()
         )
         if not same or not np.array_equal(*np.broadcast_arrays(given.index[:, slots], target)):
-            raise _NotPlain(f"{where}: what is packed is not what is unpacked")
+            raise _NotPlainError(f"{where}: what is packed is not what is unpacked")
         if kind == "write" and intent == "RW":
             return RW
         if kind in ("min", "max") and intent == f"{kind.upper()}_RW":
             return _ACCESS[kind]
-        raise _NotPlain(f"{where}: {intent} that is stored by {kind}")
+        raise _NotPlainError(f"{where}: {intent} that is stored by {kind}")
 
     def _check_zero(self, given: _Trace, slots: Array, intent: str, where: str) -> None:
         which = np.unique(given.which[slots])
         if intent == "WRITE":
             return
         if not all(w >= 0 and _same(given.sources[w], 0.0) for w in which.tolist()):
-            raise _NotPlain(f"{where}: sums that do not start at zero")
+            raise _NotPlainError(f"{where}: sums that do not start at zero")
 
     def _pieces(
         self, groups: list[tuple[Any, Array]], given: _Trace, shape: tuple[int, ...]
@@ -671,7 +675,7 @@ class _Maker:
         found = []
         for source, slots in groups:
             if not isinstance(source, self.names.IndexedBuffer):
-                raise _NotPlain("an argument that holds constants")
+                raise _NotPlainError("an argument that holds constants")
             part, order = _box(slots, shape)
             found.append((part, self.place(source, given.index[:, slots[order]], READ)))
         return found
@@ -718,7 +722,7 @@ def _box(slots: Array, shape: tuple[int, ...]) -> tuple[Part, Array]:
     inside = np.ravel_multi_index(tuple(a - s for a, s in zip(at, start, strict=True)), extents)
     order = np.argsort(inside, kind="stable")
     if len(slots) != math.prod(extents) or (inside[order] != np.arange(len(slots))).any():
-        raise _NotPlain("parts of an argument that are no boxes")
+        raise _NotPlainError("parts of an argument that are no boxes")
     return Part(start, extents), order
 
 
@@ -1107,7 +1111,7 @@ def _find_positions(
         mapped = indices[np.maximum(side, 0)] if indices.size else np.full(side.shape, -1)
         sides.append(np.where(side < 0, -1, np.maximum(mapped, -1)).astype(np.int32))
     rows, cols = sides
-    height, width = mat.getLocalSize()[0][0], mat.getLocalSize()[1][0]
+    height, width = mat.getLocalSize()
     size = values.block_size
     if values.pattern is None:
         found = rows[:, :, None].astype(np.int64) + height * cols[:, None, :].astype(np.int64)

@@ -439,7 +439,7 @@ class Reader:
         self,
         trees: tuple[Any, ...],
         frame: _Frame,
-        leaf: _Leaf = _Leaf(),  # noqa: B008
+        leaf: _Leaf = _Leaf(),
         path: Any = None,
     ) -> Iterator[_Leaf]:
         """Every leaf of the product of some axis trees, as pyop3's nested loops reach them."""
