@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -28,13 +28,14 @@ import pyop3_mlir.lowering
 from pyop3_mlir import planning
 from pyop3_mlir.autotune.candidates import DeviceTraits, legal_strategies
 from pyop3_mlir.autotune.choose import Choice, choose
+from pyop3_mlir.autotune.tuner import Runner
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.build import reduction_name, segmented_arguments
 from pyop3_mlir.lowering.pipeline import lower
 from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
-from pyop3_mlir.parloop import WRITE, Argument, Kind, LoopSpec, Parloop
+from pyop3_mlir.parloop import WRITE, Argument, IterationSet, Kind, LoopSpec, Parloop
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, get_device
@@ -42,11 +43,14 @@ from pyop3_mlir.runtime.executable import BoundFunction, Buffer, Executable, ali
 
 __all__ = [
     "BoundLoop",
+    "Module",
+    "Scratch",
     "choose_schedule",
     "compile",
     "executable_for",
     "fitting",
     "impossible",
+    "modules_for",
     "run",
 ]
 
@@ -109,6 +113,10 @@ class Module:
         """Whether this process has it already."""
         return self.identity in _executables
 
+    def executable(self) -> Executable:
+        """The module ready to run; raises as :func:`executable_for`."""
+        return _executables.get(self.identity) or self.load(self.build())
+
     def build(self) -> bytes:
         """The compiled module, from the cache on disk or new; raises as :func:`executable_for`."""
         return compile_module(
@@ -149,8 +157,40 @@ def executable_for(
     CompilationError
         Where IREE refuses the module.
     """
-    module = Module(kernel, spec, schedule, device)
-    return _executables.get(module.identity) or module.load(module.build())
+    return Module(kernel, spec, schedule, device).executable()
+
+
+def modules_for(parloop: Parloop, schedule: Schedule, device: Device) -> list[Module]:
+    """The modules that a loop with this schedule will run, over its core and its other entities.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where the schedule cannot run the loop.
+    """
+    schedule = fitting(schedule, parloop)
+    found = _runner_of(schedule, parloop, device).modules(parloop, schedule, device)
+    return list({module.identity: module for module in found}.values())
+
+
+def _runner_of(
+    schedule: Schedule, parloop: Parloop, device: Device
+) -> type[_InOrder | _Colour | _Segmented | _Atomic]:
+    """What runs a schedule; raises where it cannot run this loop on this device."""
+    runners: dict[str, type[_InOrder | _Colour | _Segmented | _Atomic]] = {
+        "in_order": _InOrder,
+        "colour": _Colour,
+        "segmented": _Segmented,
+        "atomic": _Atomic,
+    }
+    obstacle = impossible(parloop, schedule.strategy, device)
+    if obstacle is None and schedule.batching == "flat" and parloop.order_dependent:
+        obstacle = "entities read what others wrote (RW), so they cannot all be gathered first"
+    if obstacle is not None:
+        raise UnsupportedLoopError(
+            f"loop {parloop.name}: {schedule} is not available on {device}: {obstacle}"
+        )
+    return runners[schedule.strategy]
 
 
 class BoundLoop:
@@ -174,20 +214,7 @@ class BoundLoop:
         self.schedule = schedule
         self.device = device
         self.reason = reason
-        runners: dict[str, type[_InOrder | _Colour | _Segmented | _Atomic]] = {
-            "in_order": _InOrder,
-            "colour": _Colour,
-            "segmented": _Segmented,
-            "atomic": _Atomic,
-        }
-        obstacle = impossible(parloop, schedule.strategy, device)
-        if obstacle is None and schedule.batching == "flat" and parloop.order_dependent:
-            obstacle = "entities read what others wrote (RW), so they cannot all be gathered first"
-        if obstacle is not None:
-            raise UnsupportedLoopError(
-                f"loop {parloop.name}: {schedule} is not available on {device}: {obstacle}"
-            )
-        self._runner = runners[schedule.strategy](parloop, schedule, device)
+        self._runner = _runner_of(schedule, parloop, device)(parloop, schedule, device)
 
     def __call__(self, start: int = 0, stop: int | None = None) -> None:
         """Run iterations ``[start, stop)``; all owned ones where not given.
@@ -213,9 +240,13 @@ class BoundLoop:
 class _InOrder:
     """One dispatch over all cells."""
 
+    @staticmethod
+    def modules(parloop: Parloop, schedule: Schedule, device: Device) -> Iterator[Module]:
+        yield Module(parloop.kernel, parloop.spec, schedule, device)
+
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
-        executable = executable_for(parloop.kernel, parloop.spec, schedule, device)
-        self._call = _bind(executable, parloop, parloop.iteration_set.entities)
+        (module,) = self.modules(parloop, schedule, device)
+        self._call = _bind(module.executable(), parloop, parloop.iteration_set.entities)
 
     def run(self, start: int, stop: int) -> None:
         self._call(start, stop)
@@ -223,6 +254,12 @@ class _InOrder:
 
 class _Atomic:
     """One dispatch over all cells at once, which adds to shared targets atomically."""
+
+    @staticmethod
+    def modules(parloop: Parloop, schedule: Schedule, device: Device) -> Iterator[Module]:
+        for start, stop in _parts(parloop.iteration_set):
+            loop = planning.order_free(parloop, stop, start)
+            yield Module(loop.kernel, loop.spec, schedule, device)
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
         self._parloop, self._schedule, self._device = parloop, schedule, device
@@ -232,8 +269,8 @@ class _Atomic:
     def _plan(self, start: int, stop: int) -> BoundFunction:
         if (start, stop) not in self._plans:
             loop = planning.order_free(self._parloop, stop, start)
-            executable = executable_for(loop.kernel, loop.spec, self._schedule, self._device)
-            self._plans[start, stop] = _bind(executable, loop, loop.iteration_set.entities)
+            module = Module(loop.kernel, loop.spec, self._schedule, self._device)
+            self._plans[start, stop] = _bind(module.executable(), loop, loop.iteration_set.entities)
         return self._plans[start, stop]
 
     def run(self, start: int, stop: int) -> None:
@@ -243,19 +280,31 @@ class _Atomic:
 class _Colour:
     """One dispatch for each colour; cells of a colour share no target."""
 
+    @staticmethod
+    def modules(parloop: Parloop, schedule: Schedule, device: Device) -> Iterator[Module]:
+        for start, stop in _parts(parloop.iteration_set):
+            yield _Colour._step(parloop, schedule, device, start, stop)[-1]
+
+    @staticmethod
+    def _step(
+        parloop: Parloop, schedule: Schedule, device: Device, start: int, stop: int
+    ) -> tuple[Parloop, planning.Colouring, Module]:
+        """The loop over a range, its colours, and the module that runs it."""
+        parloop = planning.order_free(parloop, stop, start)
+        colouring = planning.colour_loop(parloop, stop, start)
+        spec = replace(parloop.spec, entities=colouring.order.dtype.str)
+        schedule = fitting(schedule, parloop, len(colouring.order))
+        return parloop, colouring, Module(parloop.kernel, spec, schedule, device)
+
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
-        self._parloop, self._schedule, self._device = parloop, schedule, device
+        self._arguments = parloop, schedule, device
         self._plans: dict[tuple[int, int], tuple[Any, list[int]]] = {}
         self._plan(0, parloop.iteration_set.owned or 0)
 
     def _plan(self, start: int, stop: int) -> tuple[Any, list[int]]:
         if (start, stop) not in self._plans:
-            parloop = planning.order_free(self._parloop, stop, start)
-            colouring = planning.colour_loop(parloop, stop, start)
-            spec = replace(parloop.spec, entities=colouring.order.dtype.str)
-            schedule = fitting(self._schedule, parloop, len(colouring.order))
-            executable = executable_for(parloop.kernel, spec, schedule, self._device)
-            call = _bind(executable, parloop, colouring.order)
+            parloop, colouring, module = self._step(*self._arguments, start, stop)
+            call = _bind(module.executable(), parloop, colouring.order)
             self._plans[start, stop] = call, [int(offset) for offset in colouring.offsets]
         return self._plans[start, stop]
 
@@ -270,6 +319,13 @@ class _Colour:
 class _Segmented:
     """One dispatch writes the contributions of each cell, another lets each target sum its own."""
 
+    @staticmethod
+    def modules(parloop: Parloop, schedule: Schedule, device: Device) -> Iterator[Module]:
+        loop = _by_target(parloop, device)
+        if _competing(loop):
+            loop = planning.order_free(loop)
+        yield Module(loop.kernel, loop.spec, schedule, device)
+
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
         loop = _by_target(parloop, device)
         self._loop = loop
@@ -277,7 +333,7 @@ class _Segmented:
         self._competing = _competing(loop)
         if self._competing:
             loop = planning.order_free(loop)
-        self._executable = executable_for(loop.kernel, loop.spec, schedule, device)
+        self._executable = Module(loop.kernel, loop.spec, schedule, device).executable()
         self._numbers = segmented_arguments(loop.spec)
         self._contributions = [
             Buffer(
@@ -303,7 +359,8 @@ class _Segmented:
         for k, contributions in zip(self._numbers, self._contributions, strict=True):
             argument = loop.arguments[k]
             offsets, numbers = self._segments(argument, start, stop)
-            arrays = [offsets, numbers, contributions, argument.buffer.reshape(-1)]
+            buffer = argument.buffer.reshape(-1)
+            arrays: list[npt.NDArray[Any] | Buffer] = [offsets, numbers, contributions, buffer]
             call = self._executable.bind(reduction_name(k), arrays, constant=[0, 1])
             calls.append((call, len(offsets) - 1))
         return fill, calls
@@ -337,6 +394,14 @@ class _Segmented:
         fill(start, stop)
         for call, targets in calls:
             call(0, targets)
+
+
+def _parts(iterations: IterationSet) -> list[tuple[int, int]]:
+    """The ranges that a loop is usually run over: all owned entities, or core and then the rest."""
+    core, owned = iterations.core or 0, iterations.owned or 0
+    return list(
+        dict.fromkeys([(0, owned), *((a, b) for a, b in ((0, core), (core, owned)) if a < b)])
+    )
 
 
 def _by_target(parloop: Parloop, device: Device) -> Parloop:
@@ -453,30 +518,41 @@ def compile(  # noqa: A001
     return BoundLoop(parloop, choice.schedule, device, choice.reason)
 
 
-def choose_schedule(parloop: Parloop, device: Device, options: Options) -> Choice:
-    """The schedule of a loop on a device, by the setting ``tune``."""
+def choose_schedule(
+    parloop: Parloop,
+    device: Device,
+    options: Options,
+    build: Callable[[Schedule], Runner] | None = None,
+    sample_clock: Callable[[], float] | None = None,
+) -> Choice:
+    """The schedule of a loop on a device, by the setting ``tune``.
+
+    ``build`` and ``sample_clock`` are for measurements in which other processes take part; see
+    :func:`~pyop3_mlir.autotune.choose.choose`.
+    """
     legal = legal_strategies(parloop, DeviceTraits.of(device))
     strategies = [
         name
         for name, reason in legal.items()
         if reason is None and impossible(parloop, name, device) is None
     ]
-    scratch = _Scratch(parloop)
     return choose(
         parloop,
-        lambda schedule: scratch.runner(schedule, device),
+        build or Scratch(parloop, device).runner,
         options=options,
         device=device,
         strategies=strategies,
         batchings=("blocked",) if parloop.order_dependent else BATCHINGS,
+        sample_clock=sample_clock,
     )
 
 
 @dataclass
-class _Scratch:
+class Scratch:
     """The loop on copies of what it writes, for measurements that leave the data as it was."""
 
     parloop: Parloop
+    device: Device
 
     def __post_init__(self) -> None:
         copies: dict[int, npt.NDArray[Any]] = {}
@@ -495,10 +571,9 @@ class _Scratch:
             self.parloop.kernel, self.parloop.iteration_set, arguments, self.parloop.name
         )
 
-    def runner(
-        self, schedule: Schedule, device: Device
-    ) -> Callable[[], Sequence[npt.NDArray[Any]]]:
-        bound = BoundLoop(self.loop, schedule, device)
+    def runner(self, schedule: Schedule) -> Runner:
+        """Compile for a schedule; the result runs the loop once and returns what it wrote."""
+        bound = BoundLoop(self.loop, schedule, self.device)
         fresh = False
 
         def run() -> Sequence[npt.NDArray[Any]]:

@@ -57,6 +57,7 @@ def choose(
     device: Device,
     strategies: Sequence[str],
     batchings: Sequence[str] = BATCHINGS,
+    sample_clock: Callable[[], float] | None = None,
 ) -> Choice:
     """Choose the schedule that a loop runs with.
 
@@ -73,6 +74,9 @@ def choose(
         What the loop runs on.
     strategies, batchings
         What can run this loop on this device, at least one of each.
+    sample_clock
+        Clock that runs are timed by; this process's where not given. Where given, candidates are
+        built one after another.
 
     Raises
     ------
@@ -105,9 +109,9 @@ def choose(
         build,
         budget_s=options.tune_budget,
         neighbours=partial(neighbours, statistics=statistics, traits=traits),
-        workers=_workers(),
+        workers=_workers() if sample_clock is None else 1,
         # on one thread nothing else counts than what this thread does
-        sample_clock=time.thread_time if device.threads == 1 else None,
+        sample_clock=sample_clock or (time.thread_time if device.threads == 1 else None),
     )
     if any(m.samples for m in result.measurements):
         remember(cache, key, result)
