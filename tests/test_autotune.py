@@ -435,6 +435,15 @@ def test_candidates_of_one_batching():
     assert [s.batching for s in found] == ["flat"]
 
 
+def test_candidates_of_a_gpu_hold_both_batchings_of_each_strategy():
+    found = candidates(KernelStatistics.of(kernel()), GPU, ["colour", "segmented", "atomic"])
+    pairs = {(s.strategy, s.batching) for s in found}
+    assert len(pairs) == 6
+    assert all(s.width == 1 for s in found if s.batching == "blocked")
+    blocked = next(s for s in found if s.batching == "blocked")
+    assert {s.tile for s in neighbours(blocked, KernelStatistics.of(kernel()), GPU)} > {1, 2, 8}
+
+
 def test_neighbours_vary_the_unrolling_alone():
     best = Schedule(width=8, tile=4, unroll=4)
     near = neighbours(best, KernelStatistics.of(kernel()), AVX2)

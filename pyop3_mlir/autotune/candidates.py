@@ -237,7 +237,9 @@ def candidates(
     else:
         flat = []
     if traits.gpu:
-        return list(dict.fromkeys([*found, *flat]))
+        # blocked: a thread does a cell in code of our own; flat: IREE makes the dispatches
+        own = [replace(schedule, batching="blocked", width=1) for schedule in (base, *flat)]
+        return list(dict.fromkeys([*found, *flat, *(own if "blocked" in batchings else [])]))
     if "blocked" in batchings:
         shapes = _shapes(base, statistics, traits)
         found += [replace(base, batching="blocked", width=w, tile=t) for w, t in shapes]
@@ -278,7 +280,7 @@ def _shapes(
 def neighbours(
     best: Schedule, statistics: KernelStatistics, traits: DeviceTraits
 ) -> list[Schedule]:
-    """List what to try around the best schedule so far: other degrees of unrolling.
+    """List what to try around the best so far: other degrees of unrolling, on GPUs tiles too.
 
     Parameters
     ----------
@@ -287,12 +289,16 @@ def neighbours(
     statistics, traits
         As for :func:`heuristic`.
     """
-    if traits.gpu or best.batching == "flat":
+    if best.batching == "flat":
         return []
     # loops that are shorter than both limits give the same code
     longest = max((*statistics.rows, *statistics.reductions, *statistics.pointwise), default=1)
-    return [
+    near = [
         replace(best, unroll=unroll)
         for unroll in (1, 2, 4, 8, 16)
         if unroll != best.unroll and min(unroll, best.unroll) < longest
     ]
+    if traits.gpu:
+        tiles = {_largest_tile(tile, statistics) for tile in (1, 2, 4, 8)}
+        near += [replace(best, tile=tile) for tile in sorted(tiles - {best.tile})]
+    return near

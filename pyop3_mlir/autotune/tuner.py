@@ -43,9 +43,9 @@ Arrays = Sequence[npt.NDArray[Any]]
 Runner = Callable[[], Arrays]
 """Runs the loop once and returns the arrays that it wrote, which may be the same at each call."""
 
-# After so many rounds the slower half leaves, but for those that are nearer to the best than this:
-# the fewer samples, the less a difference means.
-_STAGES = ((1, 2.0), (3, 1.3), (7, 1.05), (15, 1.0))
+# After so many rounds the slower half leaves, but for those that are nearer to the best than this,
+# and for so many: the fewer samples, the less a difference means.
+_STAGES = ((1, 2.0, 4), (3, 1.3, 3), (7, 1.05, 2), (15, 1.0, 1))
 # Before the rounds a candidate is only dropped where no noise explains the difference: where the
 # best of this many runs is so much slower than the best candidate's.
 _TRIES = 20
@@ -398,7 +398,7 @@ class _Race:
         for measurement, _, _ in self.alive.values():
             del measurement.samples[1:]
         rounds = 0
-        for end, near in _STAGES:
+        for end, near, least in _STAGES:
             step(f"timing {len(self.alive)} candidates", 0)
             while rounds < end:
                 for measurement, runner, repeats in list(self.alive.values()):
@@ -412,7 +412,7 @@ class _Race:
                     for measurement, _, _ in self.alive.values():
                         del measurement.samples[0]
             if len(self.alive) > 1:
-                self._drop(beyond=near, keep=(len(self.alive) + 1) // 2)
+                self._drop(beyond=near, keep=max((len(self.alive) + 1) // 2, least))
 
     def _sample(self, measurement: Measurement, runner: Runner, repeats: int) -> None:
         try:
