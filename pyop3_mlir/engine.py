@@ -31,14 +31,14 @@ from pyop3_mlir.autotune.choose import Choice, choose
 from pyop3_mlir.autotune.tuner import Runner
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.program import LocalKernel
-from pyop3_mlir.lowering.build import reduction_name, segmented_arguments
+from pyop3_mlir.lowering.build import local_bytes, reduction_name, segmented_arguments
 from pyop3_mlir.lowering.pipeline import lower
 from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import WRITE, Argument, IterationSet, Kind, LoopSpec, Parloop
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
-from pyop3_mlir.runtime.devices import Device, get_device
+from pyop3_mlir.runtime.devices import STACK_LIMIT, Device, get_device
 from pyop3_mlir.runtime.executable import BoundFunction, Buffer, Executable, aligned_empty
 
 __all__ = [
@@ -438,12 +438,27 @@ def _competing(parloop: Parloop) -> bool:
 def fitting(schedule: Schedule, parloop: Parloop, iterations: int | None = None) -> Schedule:
     """The schedule that a loop can have: a block may not be larger than the set of iterations.
 
-    Where entities have to see what those before them stored, a block is one entity.
+    Where entities have to see what those before them stored, a block is one entity. The values of
+    a block have to fit on the stack.
+
+    Raises
+    ------
+    UnsupportedLoopError
+        Where those of one entity do not.
     """
     if iterations is None:
         iterations = parloop.iteration_set.size
     if iterations < schedule.width or parloop.order_dependent:
-        return replace(schedule, width=1)
+        schedule = replace(schedule, width=1)
+    if schedule.batching == "blocked":
+        needed = local_bytes(parloop.kernel)
+        if needed > STACK_LIMIT:
+            raise UnsupportedLoopError(
+                f"loop {parloop.name}: the kernel's temporaries take {needed} bytes, the stack has "
+                f"{STACK_LIMIT}"
+            )
+        while schedule.width * needed > STACK_LIMIT:
+            schedule = replace(schedule, width=schedule.width // 2)
     return schedule
 
 

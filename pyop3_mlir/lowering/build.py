@@ -67,6 +67,7 @@ from pyop3_mlir.parloop import INC, MAX, MIN, WRITE, Access, ArgumentSpec, Kind,
 
 __all__ = [
     "build_module",
+    "local_bytes",
     "operand_types",
     "reduction_name",
     "segmented_arguments",
@@ -86,6 +87,18 @@ def segmented_arguments(spec: LoopSpec) -> list[int]:
 def reduction_name(argument: int) -> str:
     """Name of the function that sums the contributions of an argument."""
     return f"reduce_{argument}"
+
+
+def local_bytes(kernel: LocalKernel) -> int:
+    """Bytes of local memory for each cell of a block: the packs that are read, and temporaries."""
+    read = {
+        node.source
+        for statement in kernel.statements
+        for node in postorder(statement.bodies)
+        if isinstance(node, Load) and isinstance(node.source, KernelArgument)
+    }
+    results = [result for statement in kernel.statements for result in statement.results]
+    return sum(source.size * source.dtype.itemsize for source in (*read, *results))
 
 
 def operand_types(spec: LoopSpec, segmented: bool = False) -> list[Attribute]:
