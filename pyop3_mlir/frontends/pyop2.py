@@ -401,6 +401,7 @@ class Plan:
                 if place.access is not READ:
                     raise UnsupportedLoopError(f"{place.name}: dtype {buffer.dtype} is written")
                 buffer = buffer.astype(np.int32)
+                assert data is not None
                 copies.append((data, data.dat_version))
             assert place.access is not None
             arguments.append(

@@ -1308,7 +1308,9 @@ class _Importer:
                 if kind == "sum":
                     entry = self.sum(entry, scope.dim)
                 else:
-                    entry = self.settle(entry)
+                    # what is added is rarely read, and a sum over an outer loop wants all of it
+                    if not update.add:
+                        entry = self.settle(entry)
                     dims = (*dims, scope.dim)
                 value = self.updated(value, dims, subscripts, entry, update.add)
                 if isinstance(value, _Update) and not value.add and self.covers(name, value):
@@ -1973,7 +1975,7 @@ class _Importer:
                 found[dim] = canonical[key]
             return found
 
-        by_result = {definition.result: definition for definition in self.definitions}
+        by_result: dict[Source, _Definition] = {d.result: d for d in self.definitions}
         results: dict[Source, tuple[tuple[Dim, ...], Expr]] = {}
 
         def rewrite(body: Expr, names: dict[Dim, Dim]) -> Expr:
@@ -2006,12 +2008,13 @@ class _Importer:
             dims = tuple(names[d] for d in definition.dims)
             if definition.reductions:
                 value = builder.reduce(body, [names[d] for d in definition.reductions])
-            elif isinstance(body, Load | Scalar):
+            elif isinstance(body, Load | Scalar) or definition.result in inlined:
                 value = body
             else:
                 value = builder.define(body, builder.order(builder.dims(body)))
             results[definition.result] = (dims, value)
 
+        inlined = self.same_nest(pieces, by_result)
         for piece in pieces:
             stack = [s for s in _sources(piece.value) if s in by_result]
             while stack:
@@ -2030,13 +2033,41 @@ class _Importer:
                 stack.pop()
         finished = []
         for piece in pieces:
-            names = rename(piece.dims)
+            # in the order that definitions have: their temporaries are then put out as they are
+            ordered = self.algebra.dims(self.algebra.of_dims(piece.dims))
+            names = rename(ordered)
             value = rewrite(piece.value, names)
             if value.dtype != piece.argument.dtype:
                 value = builder.op("cast", value, dtype=piece.argument.dtype)
             slot = rewrite(piece.slot, names)
-            finished.append(Piece(piece.argument, tuple(names.values()), slot, value))
+            finished.append(Piece(piece.argument, tuple(names[d] for d in piece.dims), slot, value))
         return builder.finish(name, arguments, finished, whole)  # type: ignore[arg-type]
+
+    def same_nest(
+        self, pieces: list[_Piece], by_result: Mapping[Source, _Definition]
+    ) -> set[Source]:
+        """Definitions that are needed only in loop nests of just their own dimensions.
+
+        There they need no temporary. The builder makes one where several nests share the work.
+        """
+        found: set[Source] = {d.result for d in self.definitions if not d.reductions}
+        done: set[Source] = set()
+        consumers: list[tuple[Expr, frozenset[Dim]]] = [
+            (piece.value, frozenset(piece.dims)) for piece in pieces
+        ]
+        while consumers:
+            body, scope = consumers.pop()
+            for node in postorder([body]):
+                if not isinstance(node, Load) or node.source not in by_result:
+                    continue
+                used = by_result[node.source]
+                whole = tuple([IndexOf(d) for d in used.dims])
+                if node.children != whole or frozenset(used.dims) != scope:
+                    found.discard(used.result)
+                if used.result not in done:
+                    done.add(used.result)
+                    consumers.append((used.body, frozenset((*used.dims, *used.reductions))))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
