@@ -51,8 +51,10 @@ class Entry:
         The schedule, or empty.
     reason
         Why this schedule, or why the original code ran.
-    seconds
-        Time in the loop's body, both engines together, compilation not included.
+    core, waiting, owned
+        Seconds in entities that need no halo, from there until the halo had arrived, and in the
+        others; both engines together, compilation not included. A program of one process has core
+        entities only.
     """
 
     name: str
@@ -60,7 +62,14 @@ class Entry:
     lowered: int = 0
     strategy: str = ""
     reason: str = ""
-    seconds: float = 0.0
+    core: float = 0.0
+    waiting: float = 0.0
+    owned: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time in the loop's body."""
+        return self.core + self.owned
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--report``."""
@@ -71,6 +80,9 @@ class Entry:
             "strategy": self.strategy,
             "reason": self.reason,
             "seconds": self.seconds,
+            "core": self.core,
+            "waiting": self.waiting,
+            "owned": self.owned,
         }
 
 
@@ -87,6 +99,7 @@ class _Bound:
     call: Callable[[int, int], None] | None = None
     calls: int = 0
     seconds: float = 0.0
+    left: float = 0.0
     tuned: bool = False
 
 
@@ -189,20 +202,27 @@ class Backend:
         first = part is loop.iterset.core_part
         if first:
             entry.calls += 1
-        if bound.call is None:
-            started = time.perf_counter()
-            self.original(loop, part)
-            entry.seconds += time.perf_counter() - started
-            return
-        if first:
-            entry.lowered += 1
+            entry.lowered += bound.call is not None
             bound.calls += 1
-            if not bound.tuned and bound.calls > HOT_CALLS:
+        else:
+            entry.waiting += time.perf_counter() - bound.left
+            if bound.call is not None and not bound.tuned and bound.calls > HOT_CALLS:
+                # not before the halo is there: what is read may not change meanwhile
                 self._tune(bound, loop)
-        if self.options.verify:
+        started = time.perf_counter()
+        if bound.call is None:
+            self.original(loop, part)
+        elif self.options.verify:
             self._verify(bound, loop, part)
-            return
-        self._run(bound, loop, part)
+        else:
+            self._run(bound, loop, part)
+        bound.left = time.perf_counter()
+        seconds = bound.left - started
+        bound.seconds += seconds
+        if first:
+            entry.core += seconds
+        else:
+            entry.owned += seconds
 
     def _run(self, bound: _Bound, loop: Any, part: Any) -> None:
         from petsc4py import PETSc
@@ -210,13 +230,8 @@ class Backend:
         with loop._compute_event():
             PETSc.Log.logFlops(part.size * loop.num_flops)
             start, stop = bound.reading.range(part)
-            if start == stop:
-                return
-            started = time.perf_counter()
-            bound.reading.run(bound.call, start, stop, loop)
-            seconds = time.perf_counter() - started
-        bound.seconds += seconds
-        bound.entry.seconds += seconds
+            if start < stop:
+                bound.reading.run(bound.call, start, stop, loop)
 
     def _fits(self, bound: _Bound, loop: Any) -> bool:
         """Whether the data is still what the loop was bound to."""
@@ -235,6 +250,7 @@ class Backend:
         bound = _Bound(self, entry, data, lgmaps, keep)
         reason = ""
         try:
+            # fails on all processes or on none: the original code is compiled collectively too
             bound.reading, compiled = self._bind(loop, data, lgmaps)
             bound.call = compiled
             entry.strategy = str(compiled.schedule)
@@ -244,12 +260,6 @@ class Backend:
             if not isinstance(error, UnsupportedLoopError):
                 log.debug("loop %s", name, exc_info=True)
                 reason = f"{type(error).__name__}: {reason}"
-        if loop.comm.size > 1:
-            # the original code is compiled collectively: all processes take it, or none
-            from mpi4py import MPI
-
-            if loop.comm.allreduce(int(bool(reason)), op=MPI.MAX) and not reason:
-                reason = "another process cannot lower it"
         if reason:
             bound.call = None
             bound.reading = None
@@ -260,21 +270,29 @@ class Backend:
         return bound
 
     def _bind(self, loop: Any, data: Sequence[Any], lgmaps: tuple[int, ...]) -> tuple[Any, Any]:
-        """The loop on its data: bound before, scheduled before, or new."""
+        """The loop on its data: bound before, scheduled before, or new. Collective."""
         from pyop3_mlir.frontends.pyop2 import plan_for
+        from pyop3_mlir.parallel import Proposal
 
-        plan = plan_for(loop, self._importers)
         key = (id(self), *map(id, data), lgmaps)
-        found = plan.bindings.get(key)
-        if found is not None and found[0].current():
-            return found[0], found[1]
-        reading = plan.bind(loop)
-        schedule = plan.schedules.get(id(self))
-        if schedule is None:
-            call = self._compile(reading)
-            plan.schedules[id(self)] = (self, call.schedule, call.reason)
-        else:
-            call = self._again(reading, *schedule[1:])
+        plan: Any = None
+        reading: Any = None
+
+        def propose() -> Proposal:
+            nonlocal plan, reading
+            plan = plan_for(loop, self._importers)
+            reading, bound, _ = plan.bindings.get(key, (None, None, None))
+            if reading is not None and reading.current():
+                return Proposal(reading.parloop, bound.schedule, bound.reason, bound)
+            reading = plan.bind(loop)
+            # on other data than before no new choice is made
+            _, schedule, reason = plan.schedules.get(id(self), (None, None, ""))
+            return self._proposal(reading, schedule, reason)
+
+        call = self._compile(loop, propose)
+        if call is plan.bindings.get(key, (None, None))[1]:
+            return reading, call
+        plan.schedules[id(self)] = (self, call.schedule, call.reason)
 
         def forget(_: Any) -> None:
             plan.bindings.pop(key, None)
@@ -284,13 +302,6 @@ class Backend:
         plan.bindings[key] = (reading, call, references)
         return reading, call
 
-    def _again(self, reading: Any, schedule: Any, reason: str) -> Any:
-        """A loop on other data than before: no new choice is made."""
-        from pyop3_mlir import engine
-        from pyop3_mlir.runtime.devices import get_device
-
-        return engine.BoundLoop(reading.parloop, schedule, get_device(self.options.device), reason)
-
     def _entry(self, loop: Any) -> Entry:
         name = loop.local_kernel.name
         key = f"{name} {loop.local_kernel._immutable_cache_key[:8]}"
@@ -299,18 +310,24 @@ class Backend:
             found = self.entries[key] = Entry(name)
         return found
 
-    def _compile(self, reading: Any, tune: bool = False) -> Any:
-        from pyop3_mlir import engine
+    def _proposal(self, reading: Any, schedule: Any = None, reason: str = "") -> Any:
+        from pyop3_mlir.parallel import Proposal
+
+        # batches of element matrices are written over and over
+        strategy = "in_order" if reading.elements else None
+        return Proposal(reading.parloop, schedule, reason, strategy=strategy)
+
+    def _compile(self, loop: Any, propose: Callable[[], Any], tune: bool = False) -> Any:
+        """Compile a loop, or take what is there already. Collective."""
+        from pyop3_mlir import parallel
 
         options = self.options
-        if reading.elements:
-            options = replace(options, strategy="in_order")
         if not tune and options.tune == "cached":
             # what is remembered is used, nothing is measured before the loop is hot
             options = replace(options, tune_budget=0.0)
         elif not tune:
             options = replace(options, tune="off")
-        return engine.compile(reading.parloop, options=options)
+        return parallel.compile(loop.comm, propose, options=options)
 
     def _tune(self, bound: _Bound, loop: Any) -> None:
         """Choose the schedule of a hot loop by measurement."""
@@ -349,16 +366,13 @@ class Backend:
         UnsupportedLoopError
             Where PyOP2 runs the loop; the message says why.
         """
-        from pyop3_mlir import engine
-
         bound: _Bound = loop.__dict__["_pyop3_mlir"]
         bound.tuned = True
         if bound.reading is None:
             raise UnsupportedLoopError(f"loop {bound.entry.name}: {bound.entry.reason}")
-        if schedule is None:
-            compiled = self._compile(bound.reading, tune=True)
-        else:
-            compiled = engine.compile(bound.reading.parloop, self.options.device, schedule)
+        reading = bound.reading
+        compiled = self._compile(loop, lambda: self._proposal(reading, schedule), tune=True)
+        reading.plan.schedules[id(self)] = (self, compiled.schedule, compiled.reason)
         bound.call = compiled
         bound.entry.strategy = str(compiled.schedule)
         bound.entry.reason = compiled.reason
