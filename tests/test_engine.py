@@ -1,8 +1,8 @@
 """Compiled loops against the sequential reference: every strategy, access mode, kind and dtype.
 
 Most data are small whole numbers, so that sums and products are exact in every dtype and whatever
-the order, and results must be equal. Where rounding matters, all terms are positive and the bound is
-one rounding a term.
+the order, and results must be equal. Where rounding matters, all terms are positive and the bound
+is one rounding a term.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.sparse
+import scipy.special
 from builder import KernelBuilder, dims_of, entry, total
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from meshes import one_cell_periodic, random_map
 from reference import run_parloop_reference
 
@@ -32,6 +35,7 @@ from pyop3_mlir.parloop import (
     Parloop,
 )
 from pyop3_mlir.planning import csr_pattern, csr_positions
+from pyop3_mlir.runtime.compile import compilations
 
 STRATEGIES = ("in_order", "colour", "segmented")
 SCHEDULES = [
@@ -122,6 +126,7 @@ def every_access(dtype, cells=37, reductions=True):
             k.store(a, (c,), entry(of_cell, c))
     return Parloop(k.kernel(), IterationSet(cells), arguments)
 
+
 @pytest.mark.parametrize("strategy", ["in_order", "segmented"])
 @pytest.mark.parametrize(
     "dtype", ["float64", "float32", "complex128", "complex64", "int32", "uint32", "int64"]
@@ -206,9 +211,7 @@ def test_range_of_iterations(strategy):
 @strategies
 def test_owned_entities_by_default(strategy):
     values = random_map(30, 3, 19, 1)
-    check(
-        lambda: action_loop(values, 19, IterationSet(30, core=10, owned=17)), Schedule(strategy)
-    )
+    check(lambda: action_loop(values, 19, IterationSet(30, core=10, owned=17)), Schedule(strategy))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 42)])
@@ -543,7 +546,9 @@ def test_pieces_of_a_contribution_are_added_up(strategy):
     first = k.compute((i,), entry(x, i))
     second = k.compute((i, j), Op("mul", entry(x, i), Op("cast", IndexOf(j), dtype=float)))
     k.output(y, first, (i,), Op("mul", IndexOf(i), Scalar(2)))
-    k.output(y, second, (i, j), Load(Table(np.array([[5, 0], [0, 2], [3, 5]])), [IndexOf(i), IndexOf(j)]))
+    k.output(
+        y, second, (i, j), Load(Table(np.array([[5, 0], [0, 2], [3, 5]])), [IndexOf(i), IndexOf(j)])
+    )
     kernel = k.kernel()
 
     def make():
@@ -703,7 +708,7 @@ def test_visits_see_what_visits_before_them_stored():
     ids=str,
 )
 def test_loops_that_depend_on_order_run_in_order_only(schedule):
-    with pytest.raises(UnsupportedLoopError, match="loop smoothing: .*RW"):
+    with pytest.raises(UnsupportedLoopError, match=r"loop smoothing: .*RW"):
         engine.compile(smoothing()(), "cpu", schedule)
 
 
@@ -766,9 +771,7 @@ def test_indices_from_data(strategy):
     i, j = dims_of((2, 3))
     number = Op("cast", entry(facet, 0), dtype=np.int64)
     basis = Table(np.arange(18.0).reshape(3, 2, 3))
-    traced = k.compute(
-        (i,), Op("mul", entry(basis, number, i, j), entry(x, j)), over=(j,)
-    )
+    traced = k.compute((i,), Op("mul", entry(basis, number, i, j), entry(x, j)), over=(j,))
     doubled = k.compute((j,), Op("mul", entry(x, j), Scalar(2.0)))
     k.store(
         y,
@@ -829,9 +832,7 @@ def test_whole_numbers_divided_by_zero_in_a_branch_not_taken(batching):
     zero = Scalar(0, np.int32)
     for y, name in zip(outputs, ("div", "floordiv", "rem"), strict=True):
         quotient = Op(name, entry(a, 0), entry(b, 0))
-        k.store(
-            y, dims_of((1,)), Op("select", Op("ne", entry(b, 0), zero), quotient, zero)
-        )
+        k.store(y, dims_of((1,)), Op("select", Op("ne", entry(b, 0), zero), quotient, zero))
     kernel = k.kernel()
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-20, 21, 64).astype(np.int32) for _ in range(2))
@@ -916,7 +917,9 @@ def test_tables_of_every_type(dtype):
     values = np.array(values).astype(dtype)
     k.store(y, (i,), Op("cast", entry(Table(values), i), dtype=result))
     found = np.zeros((9, 5), result)
-    engine.run(Parloop(k.kernel(), IterationSet(9), [Argument.direct(found, WRITE)]), "cpu", Schedule())
+    engine.run(
+        Parloop(k.kernel(), IterationSet(9), [Argument.direct(found, WRITE)]), "cpu", Schedule()
+    )
     expected = np.tile(values.astype(result), (9, 1))
     assert found.tobytes() == expected.tobytes() or np.isnan(values).any()
     np.testing.assert_array_equal(found, expected)
@@ -943,3 +946,544 @@ def test_constants_of_every_type(dtype):
     for y, value in zip(found, values, strict=True):
         assert np.isnan(value) or y.tobytes() == np.full(3, value, dtype).tobytes(), (y, value)
         np.testing.assert_array_equal(y, np.full(3, value, dtype))
+
+
+# ---------------------------------------------------------------------------------------------
+# Scalar operations
+
+
+def apply(operations, arrays, width=8):
+    """Every operation (a function of entries) on arrays, entry by entry."""
+    k = KernelBuilder("operations")
+    inputs = {name: k.argument(1, dtype=array.dtype) for name, array in arrays.items()}
+    bodies = [
+        make(*(entry(inputs[name], 0) for name in names)) for make, names in operations.values()
+    ]
+    outputs = [k.argument(1, dtype=body.dtype) for body in bodies]
+    for output, body in zip(outputs, bodies, strict=True):
+        k.store(output, dims_of((1,)), body)
+    size = len(next(iter(arrays.values())))
+    found = [np.zeros(size, body.dtype) for body in bodies]
+    arguments = [Argument.direct(array, READ) for array in arrays.values()]
+    arguments += [Argument.direct(array, WRITE) for array in found]
+    engine.run(Parloop(k.kernel(), IterationSet(size), arguments), "cpu", Schedule(width=width))
+    return dict(zip(operations, found, strict=True))
+
+
+def named(name, *operands, dtype=None):
+    return (lambda *entries: Op(name, *entries, dtype=dtype)), operands
+
+
+def errors(found, expected):
+    """Largest error of each function, in units of the last place of its value."""
+    worst = {}
+    for name, values in found.items():
+        reference = expected[name]
+        real = np.zeros(1, values.dtype).real.dtype
+        with np.errstate(all="ignore"):
+            size = np.maximum(np.abs(reference), np.finfo(real).tiny)
+            error = np.abs(values - reference) / size / np.finfo(real).eps
+        error[(values == reference) | ((values != values) & (reference != reference))] = 0
+        worst[name] = float(np.nan_to_num(error, nan=np.inf).max())
+    return worst
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_functions_of_real_numbers(dtype):
+    """Against long double; erf is scipy's, good to one unit itself."""
+    rng = np.random.default_rng(7)
+    n = 999
+    spread = np.exp(rng.uniform(-30, 3, n)) * rng.choice([-1, 1], n)
+    arrays = {
+        "x": np.where(rng.random(n) < 0.5, rng.uniform(-20, 20, n), spread),
+        "y": rng.uniform(-8, 8, n),
+        "unit": np.where(rng.random(n) < 0.5, rng.uniform(-1, 1, n), np.clip(spread, -1, 1)),
+        "positive": np.exp(rng.uniform(-9, 9, n)),
+    }
+    arrays["x"][:4], arrays["positive"][:2] = (0.0, -0.0, 1.0, -1.0), (1.0, 0.25)
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    operands = {
+        "exp": ["x"], "sin": ["x"], "cos": ["x"], "tan": ["x"], "sinh": ["x"], "cosh": ["x"],
+        "tanh": ["x"], "atan": ["x"], "erf": ["x"], "asin": ["unit"], "acos": ["unit"],
+        "abs": ["x"], "neg": ["x"], "sqrt": ["positive"], "log": ["positive"],
+        "pow": ["positive", "y"], "atan2": ["x", "y"], "div": ["x", "y"], "add": ["x", "y"],
+        "sub": ["x", "y"], "mul": ["x", "y"], "min": ["x", "y"], "max": ["x", "y"],
+    }  # fmt: skip
+    operations = {name: named(name, *names) for name, names in operands.items()}
+    functions = {
+        "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "abs": np.abs, "neg": np.negative,
+        "pow": np.power, "atan2": np.arctan2, "div": np.divide, "add": np.add, "sub": np.subtract,
+        "mul": np.multiply, "min": np.minimum, "max": np.maximum,
+        "erf": lambda x: scipy.special.erf(x.astype(np.float64)),
+    }  # fmt: skip
+    exact = {name: array.astype(np.longdouble) for name, array in arrays.items()}
+    expected = {
+        name: functions.get(name, getattr(np, name, None))(*(exact[o] for o in names))
+        for name, names in operands.items()
+    }
+    worst = errors(apply(operations, arrays), expected)
+    # single precision: IREE's own tanh and erf
+    allowed = {"tanh": 3.5, "erf": 3.0} if dtype == "float32" else {"tanh": 2.5}
+    assert {k: v for k, v in worst.items() if v > allowed.get(k, 2.0)} == {}
+    for name in ("abs", "neg", "div", "add", "sub", "mul", "min", "max"):
+        assert worst[name] <= 0.5, name
+
+
+def test_constant_powers():
+    exponents = [0, 1, 2, 3, 7, 16, -1, -3, 0.5, 1.5, 17, -0.25]
+    x = np.exp(np.random.default_rng(1).uniform(-2, 2, 50))
+    operations = {
+        str(p): ((lambda entry, p=p: Op("pow", entry, Scalar(float(p)))), ["x"]) for p in exponents
+    }
+    expected = {str(p): x.astype(np.longdouble) ** p for p in exponents}
+    worst = errors(apply(operations, {"x": x}), expected)
+    # a rounding for each multiplication
+    assert {k: v for k, v in worst.items() if v > 8} == {}
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "complex64"])
+def test_functions_of_complex_numbers(dtype):
+    rng = np.random.default_rng(7)
+    n = 600
+    x = rng.uniform(-3, 3, n) + 1j * rng.uniform(-3, 3, n)
+    x *= np.exp(rng.uniform(-8, 1, n))
+    x[:100], x[100:200] = x[:100].real, 1j * x[100:200].imag
+    arrays = {"x": x, "y": rng.uniform(-3, 3, n) + 1j * rng.uniform(-3, 3, n)}
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    unary = (
+        "sqrt", "exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "abs", "conj", "neg",
+        "real", "imag",
+    )  # fmt: skip
+    operations = {name: named(name, "x") for name in unary}
+    operations |= {name: named(name, "x", "y") for name in ("pow", "div", "mul", "add", "sub")}
+    operations["square"] = (lambda x, _: Op("pow", x, Scalar(2 + 0j, dtype))), ["x", "y"]
+    operations["root"] = (lambda x, _: Op("pow", x, Scalar(0.5 + 0j, dtype))), ["x", "y"]
+    x, y = (array.astype(np.clongdouble) for array in arrays.values())
+    functions = {"abs": np.abs, "neg": np.negative}
+    expected = {name: functions.get(name, getattr(np, name, None))(x) for name in unary}
+    expected |= {"pow": x**y, "div": x / y, "mul": x * y, "add": x + y, "sub": x - y}
+    expected |= {"square": x * x, "root": np.sqrt(x)}
+    worst = errors(apply(operations, arrays), expected)
+    # the error of the exponent is multiplied by its size
+    assert {k: v for k, v in worst.items() if v > (64 if k == "pow" else 3)} == {}
+
+
+def test_complex_functions_at_zero_and_on_the_cut():
+    x = np.array([0, -1 + 0j, complex(-1, -0.0), 1e-300, -4], complex)
+    y = np.array([0, 1, 1, 2, 0.5], complex)
+    operations = {name: named(name, "x") for name in ("sqrt", "sin", "tanh", "exp")}
+    operations["pow"] = named("pow", "x", "y")
+    found = apply(operations, {"x": x, "y": y})
+    for name in ("sqrt", "sin", "tanh", "exp"):
+        np.testing.assert_allclose(found[name], getattr(np, name)(x), rtol=1e-15, atol=1e-300)
+    np.testing.assert_allclose(found["pow"], [1, -1, -1, 0, 2j], rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_bessel_functions(dtype):
+    x = np.linspace(0.05, 30, 301).astype(dtype)
+    operations, expected = {}, {}
+    for kind, function in (("j", scipy.special.jv), ("y", scipy.special.yv)):
+        for order in (0, 1, 3):
+            name = f"{kind}{order}"
+            operations[name] = (
+                (lambda entry, o=order, k=kind: Op(f"bessel_{k}", Scalar(o), entry)),
+                ["x"],
+            )
+            expected[name] = function(order, x.astype(float))
+    found = apply(operations, {"x": x})
+    # near their zeros the functions are known to an absolute error only
+    tolerance = 8 * np.finfo(dtype).eps
+    for name, values in found.items():
+        np.testing.assert_allclose(
+            values, expected[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("operation", "match"),
+    [
+        (lambda x: Op("bessel_i", Scalar(0), x), "bessel_i"),
+        (lambda x: Op("erf", Op("cast", x, dtype=complex)), "erf of complex128"),
+        (lambda x: Op("min", *[Op("cast", x, dtype=complex)] * 2), "min of complex128"),
+    ],
+)
+def test_operations_that_do_not_exist_are_refused(operation, match):
+    k = KernelBuilder("refused")
+    y, x = k.argument(1), k.argument(1)
+    k.store(y, dims_of((1,)), Op("abs", operation(entry(x, 0))))
+    loop = Parloop(
+        k.kernel(),
+        IterationSet(2),
+        [Argument.direct(np.zeros(2), WRITE), Argument.direct(np.zeros(2), READ)],
+    )
+    with pytest.raises(UnsupportedLoopError, match=match):
+        engine.compile(loop, "cpu", Schedule())
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
+def test_operations_on_whole_numbers(dtype):
+    """Division rounds towards zero, as C's does; floordiv and rem as Python's do."""
+    rng = np.random.default_rng(3)
+    low = 0 if dtype == "uint32" else -(2**31)
+    x, y = (rng.integers(low, 2**31, 400).astype(dtype) for _ in range(2))
+    y[::2] = rng.integers(max(low, -9), 9, 200)
+    y[y == 0] = 7
+    small = rng.integers(max(low, -1000), 1000, 400).astype(dtype)
+    operations = {
+        name: named(name, "x", "y")
+        for name in ("add", "sub", "floordiv", "rem", "div", "min", "max")
+    }
+    operations["mul"] = named("mul", "small", "small")
+    compare = ("lt", "le", "gt", "ge", "eq", "ne")
+    operations |= {
+        name: ((lambda a, b, n=name: Op("cast", Op(n, a, b), dtype=np.int32)), ["x", "y"])
+        for name in compare
+    }
+    if dtype != "uint32":
+        operations |= {"neg": named("neg", "x"), "abs": named("abs", "x")}
+        x[x == low] = 5
+    found = apply(operations, {"x": x, "y": y, "small": small})
+    wide, other = x.astype(object), y.astype(object)
+    expected = {
+        "add": x + y, "sub": x - y, "floordiv": x // y, "rem": x % y, "mul": small * small,
+        "min": np.minimum(x, y), "max": np.maximum(x, y), "neg": -x, "abs": np.abs(x),
+        "div": [int(abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
+                for a, b in zip(wide, other, strict=True)],
+        "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y, "eq": x == y, "ne": x != y,
+    }  # fmt: skip
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+
+
+def test_comparisons_and_logic_of_floats():
+    """Comparisons with NaN are false but for ``ne``; min and max take the number, as C's do."""
+    values = np.array([-1.0, -0.0, 0.0, 2.0, np.inf, -np.inf, np.nan])
+    x, y = (grid.ravel() for grid in np.meshgrid(values, values))
+
+    def as_number(make):
+        return lambda a, b: Op("cast", make(a, b), dtype=float)
+
+    zero = Scalar(0.0)
+    operations = {
+        name: (as_number(lambda a, b, n=name: Op(n, a, b)), ["x", "y"])
+        for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    }
+    operations |= {
+        name: (
+            as_number(lambda a, b, n=name: Op(n, Op("gt", a, zero), Op("gt", b, zero))),
+            ["x", "y"],
+        )
+        for name in ("and", "or")
+    }
+    operations["not"] = as_number(lambda a, b: Op("not", Op("gt", a, b))), ["x", "y"]
+    operations |= {"min": named("min", "x", "y"), "max": named("max", "x", "y")}
+    found = apply(operations, {"x": x, "y": y})
+    with np.errstate(all="ignore"):
+        expected = {
+            "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y, "eq": x == y, "ne": x != y,
+            "and": (x > 0) & (y > 0), "or": (x > 0) | (y > 0), "not": ~(x > y),
+            "min": np.fmin(x, y), "max": np.fmax(x, y),
+        }  # fmt: skip
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+
+
+TYPES = ("float64", "float32", "complex128", "complex64", "int32", "uint32", "int64", "bool")
+
+
+@pytest.mark.parametrize("source", TYPES[:-1])
+def test_casts(source):
+    """As numpy's (and C's); floats that the target holds."""
+    rng = np.random.default_rng(2)
+    x = whole(rng, 64, source, -100, 100)
+    x[:2] = 0
+    if x.dtype.kind in "fc":
+        x += np.float32(0.25)
+        x[:2] = 0
+    if x.dtype.kind in "iu":
+        x[2:4] = 2**31 - 1
+    if source == "uint32":
+        x[4] = 2**32 - 1
+    targets = [t for t in TYPES if t != source and not (t == "uint32" and source != "int64")]
+    operations = {
+        target: (
+            (lambda a, t=target: Op("cast", Op("cast", a, dtype=t), dtype=np.int32))
+            if target == "bool"
+            else (lambda a, t=target: Op("cast", a, dtype=t)),
+            ["x"],
+        )
+        for target in targets
+    }
+    found = apply(operations, {"x": x})
+    for target, values in found.items():
+        real = x.real if x.dtype.kind == "c" and np.dtype(target).kind not in "cb" else x
+        np.testing.assert_array_equal(values, real.astype(target), err_msg=target)
+
+
+def test_casts_of_large_floats_to_unsigned_numbers():
+    x = np.array([0.0, 7.9, 2.0**31, 2.0**32 - 1])
+    found = apply({"cast": named("cast", "x", dtype=np.uint32)}, {"x": x}, width=1)
+    np.testing.assert_array_equal(found["cast"], x.astype(np.uint32))
+
+
+# ---------------------------------------------------------------------------------------------
+# Rounding and reproducibility
+
+
+def positive_loop(seed=1, cells=700, targets=60):
+    """Sums of positive terms, so that the relative error is bounded by the number of roundings."""
+    rng = np.random.default_rng(seed)
+    k = KernelBuilder("positive")
+    y, x = k.argument(3), k.argument(3)
+    i, j = dims_of((3, 3))
+    matrix = np.random.default_rng(0).random((3, 3))
+    value = k.compute((i,), Op("mul", entry(Table(matrix), i, j), entry(x, j)), over=(j,))
+    k.output(y, value)
+    table = IndexTable(random_map(cells, 3, targets, seed), targets)
+    return matrix, Parloop(
+        k.kernel(),
+        IterationSet(cells),
+        [
+            Argument.indirect(np.zeros(targets), INC, table),
+            Argument.indirect(rng.random(targets), READ, table),
+        ],
+    )
+
+
+@strategies
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_one_rounding_a_term(strategy, device):
+    matrix, loop = positive_loop()
+    engine.compile(loop, device, Schedule(strategy))()
+    y, x = (argument.buffer for argument in loop.arguments)
+    table = loop.arguments[0].table.values
+    contributions = x[table].astype(np.longdouble) @ matrix.T.astype(np.longdouble)
+    exact = np.zeros(len(y), np.longdouble)
+    np.add.at(exact, table, contributions)
+    terms = np.bincount(table.ravel(), minlength=len(y)) + 3
+    assert (np.abs(y - exact) <= terms * np.finfo(float).eps * exact).all()
+
+
+@strategies
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_runs_are_equal_to_the_last_bit(strategy, device):
+    results = set()
+    _, loop = positive_loop(cells=5000, targets=300)
+    bound = engine.compile(loop, device, Schedule(strategy))
+    for _ in range(4):
+        loop.arguments[0].buffer[...] = 0
+        bound()
+        results.add(loop.arguments[0].buffer.tobytes())
+    assert len(results) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Threads and sizes
+
+
+def large_action(cells, targets, access, seed=5):
+    """A loop, and what it makes of y by numpy (repeated entries: the last assignment stays)."""
+    values = random_map(cells, 3, targets, seed)
+    loop = action_loop(values, targets, access=access)
+    y, x, d = (argument.buffer for argument in loop.arguments)
+    contributions = (x[values] @ MATRIX.T) * d[:, None]
+    expected = y.copy()
+    if access is INC:
+        np.add.at(expected, values, contributions)
+    else:
+        expected[values.ravel()] = contributions.ravel()
+    return loop, expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_two_threads(strategy, access):
+    loop, expected = large_action(7001, 900, access)
+    engine.compile(loop, "cpu:2", Schedule(strategy))()
+    np.testing.assert_array_equal(loop.arguments[0].buffer, expected)
+
+
+def test_every_access_mode_and_kind_on_two_threads_with_segments():
+    check(lambda: every_access("float64", 1100), Schedule("segmented"), "cpu:2")
+
+
+def test_every_access_mode_and_kind_on_two_threads_by_colour():
+    check(lambda: every_access("float64", 1100, reductions=False), Schedule("colour"), "cpu:2")
+
+
+@pytest.mark.parametrize("strategy", ["colour", "segmented"])
+@pytest.mark.parametrize("access", [INC, WRITE, MAX], ids=["INC", "WRITE", "MAX"])
+def test_entities_visited_often_on_two_threads(strategy, access):
+    k = KernelBuilder("visits")
+    y, x = k.argument(2), k.argument(2)
+    (i,) = dims_of((2,))
+    k.store(y, (i,), Op("mul", entry(x, i), Scalar(2.0)))
+    kernel = k.kernel()
+
+    def make():
+        rng = np.random.default_rng(2)
+        entities = rng.integers(0, 5, 4000).astype(np.int32)
+        return Parloop(
+            kernel,
+            IterationSet(4000, entities=entities),
+            [
+                Argument.direct(whole(rng, (5, 2), float), access),
+                Argument.direct(whole(rng, (5, 2), float), READ),
+            ],
+        )
+
+    check(make, Schedule(strategy), "cpu:2")
+
+
+def test_reductions_by_colour_need_one_thread():
+    with pytest.raises(UnsupportedLoopError, match="every entity contributes to a global"):
+        engine.compile(every_access("float64"), "cpu:2", Schedule("colour"))
+
+
+@pytest.mark.parametrize("strategy", ["in_order", "segmented"])
+def test_one_module_serves_a_hundred_cells_and_a_million(strategy):
+    loop, expected = large_action(100, 70, INC)
+    engine.compile(loop, "cpu", Schedule(strategy))()
+    np.testing.assert_array_equal(loop.arguments[0].buffer, expected)
+    before = compilations()
+    loop, expected = large_action(1_000_000, 500_000, INC)
+    engine.compile(loop, "cpu", Schedule(strategy))()
+    np.testing.assert_array_equal(loop.arguments[0].buffer, expected)
+    assert compilations() == before
+
+
+def test_large_temporaries_make_blocks_narrow():
+    """An element matrix of 300 x 300 numbers: the stack has room for two cells."""
+    size = 300
+    k = KernelBuilder("large")
+    y, x = k.argument(size), k.argument(size)
+    i, j = dims_of((size, size))
+    matrix = k.compute((i, j), Op("mul", entry(x, i), entry(x, j)))
+    rows = k.compute((i,), entry(matrix, i, j), over=(j,))
+    k.output(y, rows)
+    rng = np.random.default_rng(3)
+    x = whole(rng, (21, size), float)
+    found = np.zeros((21, size))
+    loop = Parloop(
+        k.kernel(), IterationSet(21), [Argument.direct(found, WRITE), Argument.direct(x, READ)]
+    )
+    bound = engine.compile(loop, "cpu:2", Schedule())
+    bound()
+    assert bound.schedule.width == 2
+    np.testing.assert_array_equal(found, x * x.sum(axis=1, keepdims=True))
+
+
+def test_temporaries_beyond_the_stack_are_refused():
+    k = KernelBuilder("huge")
+    y = k.argument(1)
+    i, j = dims_of((600, 600))
+    matrix = k.compute((i, j), Op("cast", Op("mul", IndexOf(i), IndexOf(j)), dtype=float))
+    k.output(y, k.compute(dims_of((1,)), entry(matrix, i, j), over=(i, j)))
+    loop = Parloop(k.kernel(), IterationSet(21), [Argument.direct(np.zeros(21), WRITE)])
+    with pytest.raises(UnsupportedLoopError, match="temporaries take 2880008 bytes"):
+        engine.compile(loop, "cpu", Schedule())
+
+
+# ---------------------------------------------------------------------------------------------
+# Any loop
+
+
+@st.composite
+def loops(draw):
+    """A function that makes a random loop: any kernel, maps and access modes."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    cells = int(draw(st.sampled_from([1, 3, 8, 13, 26])))
+    rows = int(rng.integers(1, 12))
+    dims = [Dim(f"d{k}", int(n)) for k, n in enumerate(rng.integers(1, 6, 3))]
+    k = KernelBuilder(f"random_{seed}")
+    sources = [
+        (k.argument(*(d.extent for d in shape)), shape)
+        for shape in (tuple(rng.permutation(dims)[: rng.integers(0, 3)]) for _ in range(3))
+    ]
+    inputs = list(k.arguments)
+
+    def leaf(allowed):
+        source, shape = sources[rng.integers(len(sources))]
+        if rng.random() < 0.2:
+            return Scalar(float(rng.integers(-3, 4)))
+        if rng.random() < 0.2:
+            table = Table(rng.integers(-3, 4, [d.extent for d in shape]).astype(float))
+            source = table
+        indices = []
+        for dim in shape:
+            choice = [d for d in allowed if d.extent <= dim.extent]
+            if dim in allowed and rng.random() < 0.8:
+                indices.append(IndexOf(dim))
+            elif choice and rng.random() < 0.7:
+                indices.append(IndexOf(choice[rng.integers(len(choice))]))
+            else:
+                indices.append(Scalar(int(rng.integers(dim.extent))))
+        return Load(source, indices)
+
+    def expression(allowed, depth):
+        if not depth:
+            return leaf(allowed)
+        a, b = expression(allowed, depth - 1), expression(allowed, depth - 1)
+        match rng.integers(6):
+            case 0:
+                return Op("select", Op("gt", a, Scalar(0.0)), b, Scalar(1.0))
+            case 1:
+                return Op("max", a, b)
+            case 2:
+                return Op("neg", a)
+            case 3 if depth == 1:
+                return Op("mul", a, b)
+            case 4:
+                return Op("sub", a, b)
+        return Op("add", a, b)
+
+    for _ in range(rng.integers(1, 5)):
+        order = list(rng.permutation(dims))
+        free, over = order[: rng.integers(0, 3)], order[2 : rng.integers(2, 4)]
+        value = k.compute(free, expression([*free, *over], int(rng.integers(0, 3))), over=over)
+        sources.append((value, tuple(free)))
+    table = random_map(
+        cells, 6, rows, seed, float(rng.choice([0.0, 0.2])), rng.choice([np.int32, np.int64])
+    )
+    plan = [(argument, READ, rng.choice(["direct", "indirect", "global"])) for argument in inputs]
+    for access in (INC, WRITE, MIN):
+        source, shape = sources[rng.integers(len(inputs), len(sources))]
+        output = k.argument(*(d.extent for d in shape))
+        k.store(output, shape, entry(source, *shape))
+        kinds = ["direct", "indirect"] + ["global"] * (access is not WRITE)
+        plan.append((output, access, rng.choice(kinds)))
+    kernel = k.kernel()
+    entities = rng.integers(0, cells, cells + 2).astype(np.int32) if rng.random() < 0.3 else None
+
+    def make():
+        data = np.random.default_rng(seed)
+        arguments = []
+        for formal, access, kind in plan:
+            if kind == "global":
+                arguments.append(Argument.glob(whole(data, formal.size, float), access))
+            elif kind == "direct":
+                buffer = whole(data, (cells, formal.size), float)
+                arguments.append(Argument.direct(buffer, access))
+            else:
+                arity = next(a for a in (5, 4, 3, 2, 1) if formal.size % a == 0)
+                components = formal.size // arity
+                map_ = IndexTable(table[:, :arity], rows, allow_negative=True)
+                buffer = whole(data, (rows, components), float)
+                arguments.append(Argument.indirect(buffer, access, map_))
+        size = cells if entities is None else len(entities)
+        return Parloop(kernel, IterationSet(size, entities=entities), arguments)
+
+    return make
+
+
+@given(
+    loops(),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from([(1, 1, 1), (4, 3, 2), (8, 4, 4), (3, 2, 8)]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_loop(make, strategy, shape):
+    width, tile, unroll = shape
+    check(make, Schedule(strategy, "blocked", width, tile, unroll))

@@ -51,7 +51,7 @@ class OptMain(xDSLOptMain):
 
 def main() -> None:
     """Run it with the arguments of the process."""
-    OptMain(description=__doc__ or "").run()  # type: ignore[no-untyped-call]
+    OptMain(description=__doc__ or "").run()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[Modu
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
         VectorisePass(schedule.tile, schedule.unroll),
-        UnrollScatterPass(schedule.width),
+        UnrollScatterPass(schedule.width, limit=64 + 5 * schedule.unroll),
         CallLibmPass(),
         OutlineDispatchPass(chunk=CHUNK if shared else 0),
     ]

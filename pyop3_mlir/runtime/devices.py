@@ -228,8 +228,8 @@ def available() -> list[DeviceInfo]:
 def _without_mpi() -> Iterator[None]:
     """Hide from IREE that this process was started by mpiexec.
 
-    Where it sees that, it looks for OpenMPI's symbols to make collective operations of its own (IREE
-    issue 22139), and fails with any other MPI. Communication is the caller's business.
+    Where it sees that, it looks for OpenMPI's symbols to make collective operations of its own
+    (IREE issue 22139), and fails with any other MPI. Communication is the caller's business.
     """
     names = ("PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}

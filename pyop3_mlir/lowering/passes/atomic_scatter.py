@@ -16,15 +16,15 @@ from pyop3_mlir.lowering.emit import Emitter, functions_of
 __all__ = ["AtomicScatterPass"]
 
 # memref.atomic_rmw's kinds, as MLIR numbers them (AtomicRMWKind in ArithBase.td)
-_KINDS = {arith.AddfOp: 0, arith.AddiOp: 1}
+_KINDS: dict[type[Operation], int] = {arith.AddfOp: 0, arith.AddiOp: 1}
 
 
 @dataclass(frozen=True)
 class AtomicScatterPass(ModulePass):
     """Make ``load, add, store`` of an operand one atomic operation.
 
-    Needs functions on memrefs without linalg operations. Leaves stores that add to nothing (WRITE) as
-    they are. The order of additions, and so the last bits of a sum, differ from run to run.
+    Needs functions on memrefs without linalg operations. Leaves stores that add to nothing (WRITE)
+    as they are. The order of additions, and so the last bits of a sum, differ from run to run.
     """
 
     name = "atomic-scatter"

@@ -25,9 +25,9 @@ from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 
 from pyop3_mlir.lowering.dialects import codegen, flow, gpu, hal
+from pyop3_mlir.lowering.emit import Emitter, IndexLike, functions_of
 from pyop3_mlir.lowering.passes.bufferise import ON_MEMREFS
 from pyop3_mlir.lowering.passes.place_on_gpu import TABLES
-from pyop3_mlir.lowering.emit import Emitter, IndexLike, functions_of
 
 __all__ = ["OPERAND_ALIGNMENT", "OutlineDispatchPass"]
 

@@ -29,8 +29,9 @@ __all__ = ["UnrollScatterPass"]
 class UnrollScatterPass(ModulePass):
     """Give the scatter of a whole block straight code that takes the values out of vectors.
 
-    Needs what ``vectorise`` leaves. The loop over the cells of a block stays for the last block, and
-    for kernels that store more than ``limit`` numbers a block: there the values come from memory.
+    Needs what ``vectorise`` leaves. The loop over the cells of a block stays for the last block,
+    and for kernels that store more than ``limit`` numbers a block: there the values come from
+    memory.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """From linalg on memrefs to loops over vectors, one lane a cell.
 
-Every value of a body is one of three: *uniform* (the same for each cell: a scalar), a *vector* of the
-block's cells, or *lanes*, one scalar for each cell. Index arithmetic and addresses stay scalar, so a
-gather is W scalar loads that become one vector, which is what compilers turn them into anyway on
-machines with slow gather instructions.
+Every value of a body is one of three: *uniform* (the same for each cell: a scalar), a *vector* of
+the block's cells, or *lanes*, one scalar for each cell. Index arithmetic and addresses stay scalar,
+so a gather is W scalar loads that become one vector, which is what compilers turn them into anyway
+on machines with slow gather instructions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +58,8 @@ __all__ = ["VectorisePass"]
 class VectorisePass(ModulePass):
     """Turn every ``linalg`` operation into ``scf`` loops with scalar and vector bodies.
 
-    Needs what ``bufferise`` leaves: inside the loop over blocks the last dimension of an operation is
-    the block's cells, outside of it there is none. Leaves no linalg operation.
+    Needs what ``bufferise`` leaves: inside the loop over blocks the last dimension of an operation
+    is the block's cells, outside of it there is none. Leaves no linalg operation.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class _Vector:
 
 @dataclass(frozen=True)
 class _Lanes:
-    """A value of each cell of the block, as scalars; an offset that all share is added when used."""
+    """A value of each cell of the block, as scalars; a shared offset is added when used."""
 
     values: tuple[SSAValue, ...]
     offset: int = 0
@@ -135,10 +135,10 @@ def _element(value: _Value) -> Attribute:
         return value.type
     if isinstance(value, _Vector):
         assert isinstance(value.value.type, VectorType)
-        return value.value.type.element_type
+        return cast(Attribute, value.value.type.element_type)
     if isinstance(value, _Gather):
         assert isinstance(value.source.type, MemRefType)
-        return value.source.type.element_type
+        return cast(Attribute, value.source.type.element_type)
     return (value.values[0] if isinstance(value, _Lanes) else value).type
 
 
@@ -420,9 +420,7 @@ class _Nest:
             known[key] = e.insert(op)
         return known[key]
 
-    def _load_together(
-        self, e: Emitter, points: list[list[_Value]]
-    ) -> list[list[_Value]]:
+    def _load_together(self, e: Emitter, points: list[list[_Value]]) -> list[list[_Value]]:
         """Load components that are neighbours in memory two at a time, then sort them by component.
 
         Half as many loads, and fewer shuffles than for components one by one.
@@ -564,7 +562,7 @@ class _Nest:
     def _body(
         self, e: Emitter, point: dict[int, IndexLike], accumulators: Sequence[_Value] | None
     ) -> list[_Value]:
-        """The operation's body at one point; ``point`` has an index for each dimension but the lane."""
+        """The operation's body at one point, which has an index for each dimension but the lane."""
         block = self.op.body.block
         values: dict[SSAValue, _Value] = {}
         for number, argument in enumerate(block.args):
@@ -585,9 +583,7 @@ class _Nest:
                 values[op.results[0]] = self._operation(e, op, operands)
         raise AssertionError("linalg.generic without linalg.yield")
 
-    def _simplify(
-        self, e: Emitter, op: Operation, operands: Sequence[_Value]
-    ) -> _Value | None:
+    def _simplify(self, e: Emitter, op: Operation, operands: Sequence[_Value]) -> _Value | None:
         """Products and sums with table entries that are 0, 1 or -1.
 
         Tables of finite elements are full of them; GEM drops those that it sees in the same way.
@@ -603,9 +599,12 @@ class _Nest:
             return _Constant(_FOLD[type(op)](left.value, right.value), op.results[0].type)
         if isinstance(op, arith.AddiOp):
             for shift, other in ((left, right), (right, left)):
-                if isinstance(shift, _Constant) and isinstance(other, _Lanes):
-                    if isinstance(shift.type, IndexType):
-                        return _Lanes(other.values, other.offset + shift.value)
+                if (
+                    isinstance(shift, _Constant)
+                    and isinstance(other, _Lanes)
+                    and isinstance(shift.type, IndexType)
+                ):
+                    return _Lanes(other.values, other.offset + shift.value)
         a = left.value if isinstance(left, _Constant) else None
         b = right.value if isinstance(right, _Constant) else None
         if isinstance(op, arith.MulfOp):
@@ -696,7 +695,7 @@ def _shuffle(e: Emitter, a: SSAValue, b: SSAValue, lanes: Sequence[int]) -> SSAV
 
 
 def _copy(op: Operation, operands: Sequence[SSAValue], width: int | None) -> Operation:
-    """An operation on other operands; its result is widened to a vector where ``width`` is given."""
+    """An operation on other operands; its result is a vector where ``width`` is given."""
     types = [r.type if width is None else VectorType(r.type, [width]) for r in op.results]
     return type(op).create(
         operands=operands, result_types=types, properties=op.properties, attributes=op.attributes
