@@ -598,7 +598,8 @@ def _cast(e: Emitter, value: SSAValue, source: np.dtype[Any], target: np.dtype[A
     if source.kind == "f":
         if isinstance(to_type, IndexType):
             return e.to_index(e.insert(arith.FPToSIOp(value, i64)))
-        return e.insert(arith.FPToSIOp(value, to_type))  # type: ignore[arg-type]
+        to_integer = arith.FPToUIOp if target.kind == "u" else arith.FPToSIOp
+        return e.insert(to_integer(value, to_type))  # type: ignore[arg-type]
     if source.kind == "b":
         wide = e.insert(arith.ExtUIOp(value, i64 if isinstance(to_type, IndexType) else to_type))  # type: ignore[arg-type]
         return e.to_index(wide) if isinstance(to_type, IndexType) else wide
