@@ -23,6 +23,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c ci/co
 # Two processes: the tests compile a lot, and IREE's compiler itself uses several threads.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
+# What needs Firedrake; pyop3's are skipped where Firedrake comes without it.
+BEYOND_CORE := tests/firedrake tests/pyop3
 
 .PHONY: help demo test test-core test-firedrake lint format bench docs clean
 
@@ -51,10 +53,12 @@ demo: $(VENV)/.installed-demo
 test: test-core test-firedrake
 
 test-core: $(VENV)/.installed-test
-	$(PYTEST) -n $(WORKERS) -p no:mpi-pytest --ignore=tests/firedrake $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -p no:mpi-pytest $(BEYOND_CORE:%=--ignore=%) $(PYTEST_ARGS)
 
 test-firedrake: firedrake
-	if [ -d tests/firedrake ]; then $(PYTEST) -n $(WORKERS) tests/firedrake $(PYTEST_ARGS); fi
+	if [ -n "$(wildcard $(BEYOND_CORE))" ]; then
+	    $(PYTEST) -n $(WORKERS) $(wildcard $(BEYOND_CORE)) $(PYTEST_ARGS)
+	fi
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
