@@ -307,6 +307,8 @@ def evaluate_gem(
         if isinstance(index, gem.VariableIndex):
             index = index.expression
         if isinstance(index, gem.Node):
+            if index not in known:  # GEM's traversals do not look into the indices of a Delta
+                known[index] = evaluate_gem(index, bindings)
             return _align(known[index], index.free_indices, out).astype(np.int64)
         return np.full((1,) * (len(out) + 1), int(index))
 

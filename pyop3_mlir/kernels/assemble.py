@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,9 +127,7 @@ class Builder:
         """The dimensions on which ``root`` depends."""
         known = self._dims
         if root not in known:
-            for node in postorder([root]):
-                if node in known:
-                    continue
+            for node in _new(root, known):
                 if isinstance(node, IndexOf):
                     known[node] = frozenset((node.dim,))
                 else:
@@ -140,9 +138,7 @@ class Builder:
         """Whether ``root`` depends on no argument and could be evaluated now."""
         known = self._constant
         if root not in known:
-            for node in postorder([root]):
-                if node in known:
-                    continue
+            for node in _new(root, known):
                 match node:
                     case Load():
                         own = isinstance(node.source, Table)
@@ -208,7 +204,7 @@ class Builder:
 
     def constant(self, values: Array, dims: Sequence[Dim]) -> Expr:
         """An expression over ``dims`` with these values."""
-        return self.load(Table(np.ascontiguousarray(values)), [IndexOf(dim) for dim in dims])
+        return self.load(Table(np.asarray(values, order="C")), [IndexOf(dim) for dim in dims])
 
     def load(self, source: Source, indices: Sequence[Expr] = ()) -> Expr:
         """An entry of ``source``; tables are reduced to the axes along which they vary.
@@ -443,7 +439,8 @@ class Builder:
         """The sum of ``body`` over ``reductions``.
 
         Terms whose dependence on the reductions is constant are summed now. Otherwise factors are
-        ordered so that those of few dimensions are multiplied first (they are hoisted later).
+        ordered so that those of few dimensions are multiplied first (they are hoisted later), and
+        what all terms share that has other dimensions alone is multiplied afterwards.
         """
         over = self.order(reductions)
         if not over:
@@ -451,7 +448,7 @@ class Builder:
         if self._points(over) == 0:
             return Scalar(0, body.dtype)
         result: Expr | None = None
-        kept: dict[tuple[Dim, ...], Expr] = {}
+        kept: dict[tuple[Dim, ...], list[list[Expr]]] = {}
         for negative, term in _terms(body):
             free = tuple(d for d in over if d not in self.dims(term))
             used = tuple(d for d in over if d not in free)
@@ -463,20 +460,34 @@ class Builder:
             elif (found := self._reduce_constant(factors, used)) is not None:
                 value = found
             else:
-                value = self._product(self._merge_constants(factors))
-                if negative:
-                    value = self.op("neg", value)
-                kept[used] = self.op("add", kept[used], value) if used in kept else value
+                kept.setdefault(used, []).append(
+                    [Scalar(-1, term.dtype), *factors] if negative else factors
+                )
                 continue
             if negative:
                 value = self.op("neg", value)
             result = value if result is None else self.op("add", result, value)
-        for used, value in kept.items():
-            dims = self.order(self.dims(value) - frozenset(used))
-            value = self.define(value, dims, used)
+        for used, products in kept.items():
+            value = self._define_sum(products, used)
             result = value if result is None else self.op("add", result, value)
         assert result is not None
         return result
+
+    def _define_sum(self, products: Sequence[Sequence[Expr]], over: tuple[Dim, ...]) -> Expr:
+        """A statement for the sum of products over ``over``."""
+        outside = [
+            [f for f in factors if self.dims(f) and not self.dims(f) & frozenset(over)]
+            for factors in products
+        ]
+        shared = outside[0] if all(set(o) == set(outside[0]) for o in outside) else []
+        body: Expr | None = None
+        for factors in products:
+            inside = self._merge_constants([f for f in factors if f not in shared])
+            term = self._product(inside)
+            body = term if body is None else self.op("add", body, term)
+        assert body is not None
+        dims = self.order(self.dims(body) - frozenset(over))
+        return self._product([*shared, self.define(body, dims, over)])
 
     def _factors(self, term: Expr, over: DimSet) -> list[Expr]:
         factors: list[Expr] = []
@@ -901,6 +912,24 @@ class Builder:
                     if definition.temporary is not load.source:
                         definition.body = _rebuild(definition.body, {node: load})
         return bool(chosen)
+
+
+def _new(root: Expr, known: Mapping[Expr, Any]) -> Iterator[Expr]:
+    """Expressions below ``root`` that are not in ``known`` yet, operands first.
+
+    The caller adds each to ``known`` before it asks for the next.
+    """
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        if node in known:
+            stack.pop()
+            continue
+        missing = [child for child in node.children if child not in known]
+        if missing:
+            stack.extend(missing)
+        else:
+            yield node
 
 
 def _range(node: Expr, known: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:

@@ -8,7 +8,9 @@ that was written by hand with FInAT.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
 
@@ -106,12 +108,24 @@ def import_gem(
     unknown = [variable for variable in whole if variable not in formals]
     if unknown:
         raise ValueError(f"kernel {name}: {unknown[0]} is not an argument")
-    pairs = _simplify(assignments)
-    translator = _Translator(name, formals, kinds, dict(index_names or {}), pairs)
-    pieces = [translator.piece(lvalue, expression) for lvalue, expression in pairs]
+    with _deep_recursion():
+        pairs = _simplify(assignments)
+        translator = _Translator(name, formals, kinds, dict(index_names or {}), pairs)
+        pieces = [translator.piece(lvalue, expression) for lvalue, expression in pairs]
     return translator.builder.finish(
         name, tuple(formals.values()), pieces, [formals[variable] for variable in whole]
     )
+
+
+@contextmanager
+def _deep_recursion(limit: int = 20_000) -> Iterator[None]:
+    """GEM's own rewriting is recursive, and a sum of a thousand terms is a thousand levels deep."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, limit))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 # -- before the translation: GEM to GEM -------------------------------------------------------
@@ -139,10 +153,17 @@ def prepare(
     list
         Assignments for :func:`import_gem`; possibly more than were given.
     """
+    with _deep_recursion():
+        return _prepare(assignments, tuple(quadrature_indices))
+
+
+def _prepare(
+    assignments: Sequence[Assignment], quadrature_indices: tuple[gem.Index, ...]
+) -> list[Assignment]:
     round_tables = partial(optimise.ffc_rounding, epsilon=np.finfo(np.float64).resolution)
     expressions = optimise.replace_division([round_tables(e) for _, e in assignments])
     expressions = optimise.remove_componenttensors(expressions)
-    expressions = [gem.index_sum(e, tuple(quadrature_indices)) for e in expressions]
+    expressions = [gem.index_sum(e, quadrature_indices) for e in expressions]
     pairs = _split_concatenations(
         [(lvalue, e) for (lvalue, _), e in zip(assignments, expressions, strict=True)]
     )
@@ -179,12 +200,21 @@ def _factorise(
         lambda node, self: any(isinstance(c, gem.Delta) or self(c) for c in node.children)
     )
 
+    def is_basis(node: gem.Node) -> bool:
+        # data may be infinite: it must not leave the branch of a Conditional that guards it
+        if isinstance(node, gem.Indexed):
+            return not isinstance(node.children[0], gem.Variable)
+        return isinstance(node, gem.Delta)
+
     def label(node: gem.Node) -> str:
         count = len(arguments.intersection(node.free_indices))
         if count == 0:
             return gem.refactorise.OTHER
-        if count == 1 and isinstance(node, gem.Delta | gem.Indexed) and not has_delta(node):
+        if count == 1 and is_basis(node) and not has_delta(node):
             return gem.refactorise.ATOMIC
+        if isinstance(node, gem.MathFunction) and node.name not in ("conj", "real", "imag"):
+            # collect_monomials would not end
+            raise gem.refactorise.FactorisationError(node)
         return gem.refactorise.COMPOUND
 
     (monomials,) = gem.refactorise.collect_monomials([expression], label)
@@ -194,7 +224,8 @@ def _factorise(
         sum_indices, factors = optimise.delta_elimination(sum_indices, [*factors, rest], replacer)
         factors = [replacer(f, ()) for f in factors[:-1]] + factors[-1:]
         target = factors[-2]
-        _, factors = optimise.delta_elimination(target.free_indices, factors, replacer)
+        if all(_is_static(f) for f in factors):
+            _, factors = optimise.delta_elimination(target.free_indices, factors, replacer)
         *atomics, target, rest = [replacer(f, ()) for f in factors[:-1]] + factors[-1:]
         atomics = [a for a in atomics if a != gem.gem.one]
         sums.setdefault(target, gem.refactorise.MonomialSum()).add(sum_indices, atomics, rest)
@@ -204,6 +235,13 @@ def _factorise(
         tail = [index for index in quadrature if index in used]
         pairs.append((target, _contract(target, tail, monomials)))
     return pairs
+
+
+def _is_static(node: gem.Node) -> bool:
+    """Whether a Delta, if it is one, would put nothing into an lvalue that depends on data."""
+    return not isinstance(node, gem.Delta) or not any(
+        isinstance(i, gem.VariableIndex) for i in (node.i, node.j)
+    )
 
 
 def _contract(
@@ -403,7 +441,7 @@ def _split_deltas(lvalue: gem.Node, expression: gem.Node) -> list[Assignment]:
         target, found = lvalue, term
         factors = _factors(term)
         free = lvalue.free_indices
-        if any(
+        if all(_is_static(f) for f in factors) and any(
             isinstance(f, gem.Delta) and all(isinstance(i, int) or i in free for i in (f.i, f.j))
             for f in factors
         ):
