@@ -13,18 +13,19 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
-from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, compare
+from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
 from pyop3_mlir.frontends.pyop3_names import Names, find_names
 from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, code_key, make_plan
 from pyop3_mlir.frontends.pyop3_read import Reader
 from pyop3_mlir.options import Options
+from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
 
 __all__ = ["Backend", "attach", "detach"]
 
@@ -48,7 +49,6 @@ class _Loop:
     plans: tuple[Plan, ...] | None = None
     watched: tuple[tuple[Any, int], ...] = ()
     failed: bool = False
-    strategies: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -85,16 +85,20 @@ class Backend:
     ----------
     entries
         Lines of the report.
+    patience
+        Calls of an assignment that pyop3 runs before it counts as hot and is lowered.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.entries: dict[str, Entry] = {}
+        self.patience = HOT_CALLS
         self.names: Names | None = None
         self._executor: Any = None
         self._undo: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._importers: list[Any] = []
+        self._schedules: dict[Any, tuple[Any, str]] = {}
 
     # -----------------------------------------------------------------------------------------
     # in and out
@@ -148,7 +152,7 @@ class Backend:
         if bound is None:
             started = time.perf_counter()
             executor.run_original(handles)
-            entry.seconds += time.perf_counter() - started
+            entry.core += time.perf_counter() - started
             return
         entry.lowered += 1
         bound.count += 1
@@ -165,7 +169,7 @@ class Backend:
             reading.run(call)
         seconds = time.perf_counter() - started
         bound.seconds += seconds
-        loop.entry.seconds += seconds
+        loop.entry.core += seconds
 
     def _loop(self, executor: Any) -> _Loop:
         store = executor.original.executable.__dict__
@@ -188,7 +192,7 @@ class Backend:
     def _find(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> _Bound | None:
         """The loop bound to these arrays; None where it runs through pyop3."""
         if loop.deferred:
-            if loop.calls <= HOT_CALLS:
+            if loop.calls <= self.patience:
                 loop.entry.reason = loop.entry.reason or loop.deferred
                 return None
             loop.deferred = ""
@@ -205,27 +209,19 @@ class Backend:
     def _prepare(
         self, executor: Any, loop: _Loop, handles: tuple[Any, ...], key: tuple[int, ...]
     ) -> _Bound | None:
-        reason = ""
-        bound = None
         entry = loop.entry
+        bound = None
+        reason = ""
         try:
-            if loop.plans is None:
-                self._plan(executor, loop)
-            assert loop.plans is not None
-            array_of = executor.positions(handles)
-            readings = tuple(plan.bind(array_of) for plan in loop.plans)
-            bound = _Bound(handles, readings, [self._compile(r) for r in readings])
+            readings = self._agree(executor.comm, lambda: self._read(executor, loop, handles))
+            calls = [self._compile(executor.comm, reading) for reading in readings]
+            bound = _Bound(handles, readings, calls)
         except Exception as error:
+            # on all processes, or on none: the original code is compiled collectively too
             reason = str(error) or type(error).__name__
             if not isinstance(error, UnsupportedLoopError):
                 log.debug("loop %s", entry.name, exc_info=True)
                 reason = f"{type(error).__name__}: {reason}"
-        if executor.comm.size > 1:
-            # the original code is compiled collectively: all processes take it, or none
-            from mpi4py import MPI
-
-            if executor.comm.allreduce(int(bool(reason)), op=MPI.MAX) and not reason:
-                reason = "another process cannot lower it"
         if reason:
             loop.failed = True
             entry.reason = reason.splitlines()[0]
@@ -243,29 +239,53 @@ class Backend:
             executor.bound.popitem(last=False)
         return bound
 
-    def _plan(self, executor: Any, loop: _Loop) -> None:
+    def _agree(self, comm: Any, read: Callable[[], tuple[Reading, ...]]) -> tuple[Reading, ...]:
+        """Read a loop on all processes, into as many loops of ours on each. Collective."""
+        from pyop3_mlir.parallel import together
+
+        if comm.size == 1:
+            return read()
+        readings = together(comm, read)
+        counts = comm.allgather(len(readings))
+        if len(set(counts)) > 1:
+            raise UnsupportedLoopError("the loop has other parts on other processes")
+        return readings
+
+    def _read(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> tuple[Reading, ...]:
+        """The loop on data; it is read where that has not been done."""
         assert self.names is not None
-        reader = Reader(
-            self.names, masked=bool(getattr(executor.parameters, "mask_array_accesses", False))
-        )
-        units = reader.read(executor.preprocessed())
-        loop.watched = tuple(
-            (buffer, state) for buffer, state in reader.watched.values() if not buffer.constant
-        )
-        loop.plans = tuple(make_plan(unit, self.names, _size_of, self._importers) for unit in units)
+        if loop.plans is None:
+            masked = bool(getattr(executor.parameters, "mask_array_accesses", False))
+            reader = Reader(self.names, masked=masked)
+            units = reader.read(executor.preprocessed())
+            loop.watched = tuple(
+                (buffer, state) for buffer, state in reader.watched.values() if not buffer.constant
+            )
+            loop.plans = tuple(
+                make_plan(unit, self.names, _size_of, self._importers) for unit in units
+            )
+        array_of = executor.positions(handles)
+        return tuple(plan.bind(array_of) for plan in loop.plans)
 
-    def _compile(self, reading: Reading, tune: bool = False) -> Any:
-        from pyop3_mlir import engine
+    def _compile(self, comm: Any, reading: Reading, tune: bool = False) -> Any:
+        """Compile a loop. Collective."""
+        from pyop3_mlir import parallel
 
+        key = (reading.parloop.kernel.fingerprint(), reading.parloop.spec, bool(reading.elements))
+        # the same loop on other data runs as before, no new choice is made
+        schedule, reason = (None, "") if tune else self._schedules.get(key, (None, ""))
+        # batches of element matrices are written over and over
+        strategy = "in_order" if reading.elements else None
+        proposal = parallel.Proposal(reading.parloop, schedule, reason, strategy=strategy)
         options = self.options
-        if reading.elements:
-            options = replace(options, strategy="in_order")
         if not tune and options.tune == "cached":
             # what is remembered is used, nothing is measured before the loop is hot
             options = replace(options, tune_budget=0.0)
         elif not tune:
             options = replace(options, tune="off")
-        return engine.compile(reading.parloop, options=options)
+        found = parallel.compile(comm, lambda: proposal, options=options)
+        self._schedules[key] = (found.schedule, found.reason)
+        return found
 
     def _tune(self, executor: Any, loop: _Loop, bound: _Bound) -> None:
         """Choose the schedules of a hot loop by measurement."""
@@ -281,7 +301,7 @@ class Backend:
             return
         bound.tuned = True
         try:
-            bound.calls = [self._compile(r, tune=True) for r in bound.readings]
+            bound.calls = [self._compile(executor.comm, r, tune=True) for r in bound.readings]
         except Exception as error:
             log.warning("loop %s is not tuned: %s", loop.entry.name, error)
             return
@@ -290,26 +310,58 @@ class Backend:
 
     def _verify(self, executor: Any, loop: _Loop, bound: _Bound) -> None:
         """Run both engines on the same data, compare, and keep pyop3's result."""
-        written: dict[int, tuple[str, Array]] = {}
+        if any(reading.elements for reading in bound.readings):
+            # their entries may wait for another process: nothing to compare with
+            self._run(loop, bound)
+            return
+        written: dict[int, tuple[Reading, int, Array]] = {}
         for reading in bound.readings:
-            if reading.elements:
-                # their entries may wait for another process: nothing to compare with
-                self._run(loop, bound)
-                return
-            for argument in reading.parloop.arguments:
+            for number, argument in enumerate(reading.parloop.arguments):
                 if argument.access.writes:
-                    written[argument.buffer.ctypes.data] = (argument.name, argument.buffer)
-        before = [buffer.copy() for _, buffer in written.values()]
+                    written[argument.buffer.ctypes.data] = (reading, number, argument.buffer)
+        before = [buffer.copy() for *_, buffer in written.values()]
         self._run(loop, bound)
-        ours = [buffer.copy() for _, buffer in written.values()]
-        for (_, buffer), old in zip(written.values(), before, strict=True):
+        ours = [buffer.copy() for *_, buffer in written.values()]
+        for (*_, buffer), old in zip(written.values(), before, strict=True):
             buffer[...] = old
         executor.run_original(bound.handles)
         for handle in bound.handles:
             if not isinstance(handle, np.ndarray):
                 handle.assemble()
-        for (name, buffer), found, old in zip(written.values(), ours, before, strict=True):
-            compare(f"loop {loop.entry.name}, argument {name}", found, buffer, old, "pyop3")
+        for (reading, number, buffer), found, old in zip(
+            written.values(), ours, before, strict=True
+        ):
+            argument = reading.parloop.arguments[number]
+            where = f"loop {loop.entry.name}, argument {argument.name}"
+            try:
+                try:
+                    compare(where, found, buffer, old)
+                except VerificationError:
+                    if argument.access is not INC:
+                        raise
+                    # a sum that cancels is no more exact than what is added up
+                    compare(where, found, buffer, self._contributions(reading.parloop, number))
+            except VerificationError as error:
+                raise VerificationError(str(error).replace("PyOP2", "pyop3")) from None
+
+    def _contributions(self, loop: Parloop, number: int) -> Array:
+        """What single iterations of a loop add to an argument (some of the iterations)."""
+        from pyop3_mlir import engine
+
+        count = min(loop.iteration_set.size, 256)
+        rows = np.full((loop.iteration_set.size, 1), -1, np.int32)
+        rows[:count, 0] = range(count)
+        slots = loop.arguments[number].slots
+        values = np.zeros(count * slots, loop.arguments[number].buffer.dtype)
+        table = IndexTable(rows, count, allow_negative=True)
+        arguments = list(loop.arguments)
+        for other, argument in enumerate(arguments):
+            if argument.access.writes:
+                arguments[other] = replace(argument, buffer=argument.buffer.copy())
+        arguments[number] = Argument(values, INC, Kind.INDIRECT, table, slots)
+        single = Parloop(loop.kernel, loop.iteration_set, arguments, loop.name)
+        engine.compile(single, options=replace(self.options, tune="off"))(0, count)
+        return values
 
 
 class _Compile:

@@ -243,11 +243,14 @@ def _run(offsets: Array) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A loop without its data: a local kernel, its iterations, and a place an argument."""
+    """A loop without its data: a local kernel, its iterations, and a place an argument.
+
+    A place of None is an array of one number, whatever it holds.
+    """
 
     kernel: LocalKernel
     iterations: IterationSet
-    places: tuple[Place, ...]
+    places: tuple[Place | None, ...]
     importer: str
 
     def bind(self, array_of: Callable[[Any], Any]) -> Reading:
@@ -262,9 +265,14 @@ class Plan:
         matrices: list[MatrixValues] = []
         elements: list[Elements] = []
         lgmaps: list[Any] = []
-        largest = max([p.components for p in self.places if p.matrix is not None], default=1)
+        largest = max(
+            [p.components for p in self.places if p is not None and p.matrix is not None], default=1
+        )
         batch = max(1, min(self.iterations.size, BATCH // max(largest, 1)))
         for p in self.places:
+            if p is None:
+                arguments.append(Argument(np.zeros(1), INC, Kind.GLOBAL))
+                continue
             data = array_of(p.view)
             if p.matrix is not None:
                 lgmaps.append((data, data.getLGMap()))
@@ -345,6 +353,8 @@ def make_plan(
     UnsupportedLoopError
         Where it cannot be expressed.
     """
+    if not unit.size:
+        return _idle()
     maker = _Maker(unit, names, size_of)
     calls = [s for s in unit.statements if isinstance(s, Call)]
     if len(calls) == 1:
@@ -355,6 +365,30 @@ def make_plan(
             if any(isinstance(s, Insert) for s in unit.statements):
                 raise UnsupportedLoopError(str(reason)) from None
     return maker.written_down()
+
+
+def _idle() -> Plan:
+    """A loop without iterations, of a process that has no part in one."""
+    from pyop3_mlir.kernels.program import (
+        INDEX,
+        Compute,
+        Dim,
+        KernelArgument,
+        Output,
+        Scalar,
+        Temporary,
+    )
+
+    argument = KernelArgument("nothing", (1,), np.dtype(np.float64))
+    dim = Dim("i", 1)
+    zero = Temporary("zero", (1,), argument.dtype)
+    kernel = LocalKernel(
+        "idle",
+        (argument,),
+        (Compute((zero,), (dim,), (), (Scalar(0.0, argument.dtype),)),),
+        (Output(argument, (dim,), Scalar(0, INDEX), zero),),
+    )
+    return Plan(kernel, _iterations(0), (None,), "none")
 
 
 class _NotPlainError(UnsupportedLoopError):

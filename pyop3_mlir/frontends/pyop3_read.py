@@ -139,7 +139,10 @@ Statement = Assign | Call | Insert
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Statements that run, one after the other, for each of ``size`` iterations."""
+    """Statements that run, one after the other, for each of ``size`` iterations.
+
+    None where there is no iteration.
+    """
 
     size: int
     statements: tuple[Statement, ...]
@@ -249,7 +252,7 @@ class Reader:
                 units.append(self._loop(i, _Frame(1)))
             else:
                 units += self._elementwise(i)
-        return [u for u in units if u.size and u.statements]
+        return units
 
     def _flat(self, instructions: Sequence[Any]) -> list[Any]:
         n = self.names

@@ -1,0 +1,435 @@
+"""Loops of pyop3 itself: what its own integration tests cover, against numpy.
+
+The fixture ``engine`` runs each loop by both engines and compares them, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+exec_ = pytest.importorskip(
+    "pyop3.insn.exec", reason="pyop3 is in no registry and not installed here"
+)
+import loopy as lp  # noqa: E402
+import pyop3 as op3  # noqa: E402
+from immutabledict import immutabledict as idict  # noqa: E402
+
+rng = np.random.default_rng(7)
+
+
+def function(
+    code: str, arguments: list[tuple[str, tuple[int, ...], Any]], domains: str = "", name: str = "k"
+) -> Any:
+    """A pyop3 function from loopy instructions; arguments are (name, shape, intent)."""
+    reads = (op3.READ, op3.RW, op3.INC, op3.MIN_RW, op3.MAX_RW)
+    kernel = lp.make_kernel(
+        domains.split(";") if domains else [],
+        code,
+        [
+            lp.GlobalArg(
+                n, op3.ScalarType, shape, is_input=intent in reads, is_output=intent != op3.READ
+            )
+            for n, shape, intent in arguments
+        ],
+        name=name,
+        target=lp.CWithGNULibcTarget(),
+        lang_version=(2018, 2),
+    )
+    return op3.Function(kernel, [intent for _, _, intent in arguments])
+
+
+def copy(*shape: int) -> Any:
+    """Copies x to y."""
+    inames = [f"i{k}" for k in range(len(shape))]
+    domains = ";".join(f"{{[{i}]: 0<={i}<{s}}}" for i, s in zip(inames, shape, strict=True))
+    at = ",".join(inames)
+    return function(
+        f"y[{at}] = x[{at}]", [("x", shape, op3.READ), ("y", shape, op3.WRITE)], domains, "copy"
+    )
+
+
+def add(n: int = 1) -> Any:
+    """Adds the n entries of x to y."""
+    return function(
+        "y[0] = y[0] + x[i]",
+        [("x", (n,), op3.READ), ("y", (1,), op3.INC)],
+        f"{{[i]: 0<=i<{n}}}",
+        "add",
+    )
+
+
+def spread(n: int) -> Any:
+    """Adds x, times the number of the entry, to each of the n entries of y."""
+    return function(
+        "y[i] = y[i] + x[0]*(i+1)",
+        [("x", (1,), op3.READ), ("y", (n,), op3.INC)],
+        f"{{[i]: 0<=i<{n}}}",
+        "spread",
+    )
+
+
+def dat(axes: Any, values: Any = None, name: str | None = None) -> Any:
+    """A Dat, of random numbers unless values are given."""
+    tree = axes.as_tree() if hasattr(axes, "as_tree") else axes
+    values = rng.random(int(tree.size)) if values is None else np.asarray(values, op3.ScalarType)
+    return op3.Dat(axes, data=values.reshape(-1).copy(), name=name)
+
+
+def integers(axes: Any, values: Any, **kwargs: Any) -> Any:
+    """A Dat of indices."""
+    return op3.Dat(axes, data=np.asarray(values, op3.IntType).reshape(-1).copy(), **kwargs)
+
+
+def map_(source: Any, target: Any, values: np.ndarray, name: str) -> Any:
+    """A map from the points of an axis to those of another."""
+    axes = op3.AxisTree.from_iterable([source, op3.Axis(values.shape[1], name)])
+    component = op3.TabulatedMapComponent(
+        target.label, target.component.label, integers(axes, values), label=None
+    )
+    return op3.Map({idict({source.label: source.component.label}): [[component]]}, name=name)
+
+
+def test_direct_loop(engine):
+    axis = op3.Axis(17, "points")
+    x, y = dat(axis), dat(axis)
+    op3.loop(p := axis.iter(), copy(1)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
+def test_direct_loop_over_vectors(engine):
+    points, components = op3.Axis(9, "points"), op3.Axis(3, "components")
+    axes = op3.AxisTree.from_iterable([points, components])
+    x, y = dat(axes), dat(axes)
+    op3.loop(p := points.iter(), copy(3)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
+def test_indirect_loop_reads_and_increments(engine):
+    cells, vertices = op3.Axis(30, "cells"), op3.Axis(12, "vertices")
+    table = rng.integers(0, 12, (30, 3))
+    cone = map_(cells, vertices, table, "cone")
+    x, y = dat(vertices), dat(cells)
+    before = y.buffer.data_ro.copy()
+    op3.loop(c := cells.iter(), add(3)(x[cone(c)], y[c]), eager=True)
+    assert np.allclose(y.buffer.data_ro, before + x.buffer.data_ro[table].sum(axis=1), rtol=1e-14)
+    z = dat(vertices, np.zeros(12))
+    op3.loop(c := cells.iter(), spread(3)(y[c], z[cone(c)]), eager=True)
+    expected = np.zeros(12)
+    np.add.at(expected, table, y.buffer.data_ro[:, None] * [1.0, 2.0, 3.0])
+    assert np.allclose(z.buffer.data_ro, expected, rtol=1e-13)
+    engine.check()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_composed_maps(engine, depth):
+    sizes = [11, 8, 9, 7]
+    axes = [op3.Axis(sizes[k], f"ax{k}") for k in range(depth + 1)]
+    tables = [rng.integers(0, sizes[k + 1], (sizes[k], 2)) for k in range(depth)]
+    maps = [map_(axes[k], axes[k + 1], tables[k], f"map{k}") for k in range(depth)]
+    x, y = dat(axes[-1]), dat(axes[0], np.zeros(11))
+    p = axes[0].iter()
+    index: Any = p
+    for m in maps:
+        index = m(index)
+    op3.loop(p, copy(*[2] * depth)(x[index], target := dat_of_shape(axes[0], depth)[p]), eager=True)
+    expected = tables[0]
+    for table in tables[1:]:
+        expected = table[expected]
+    del y
+    assert np.array_equal(target.buffer.data_ro.reshape(expected.shape), x.buffer.data_ro[expected])
+    engine.check()
+
+
+def dat_of_shape(axis: Any, depth: int) -> Any:
+    """A Dat of zeros with 2 ** depth entries a point."""
+    inner = [op3.Axis(2, f"out{k}") for k in range(depth)]
+    axes = op3.AxisTree.from_iterable([axis, *inner])
+    return dat(axes, np.zeros(axis.size * 2**depth))
+
+
+@pytest.mark.parametrize(
+    "touched", [slice(2, None), slice(6), slice(None, None, 2)], ids=["tail", "head", "stride"]
+)
+def test_loop_over_a_slice(engine, touched):
+    axis = op3.Axis(10, "points")
+    x, y = dat(axis), dat(axis, np.zeros(10))
+    op3.loop(p := axis[touched].iter(), copy(1)(x[p], y[p]), eager=True)
+    expected = np.zeros(10)
+    expected[touched] = x.buffer.data_ro[touched]
+    assert np.array_equal(y.buffer.data_ro, expected)
+    engine.check()
+
+
+def test_loop_over_a_subset(engine):
+    touched = [2, 3, 5, 0]
+    axis = op3.Axis(6, "points")
+    subset = op3.Dat(
+        op3.Axis(4, "subset"), data=np.array(touched, op3.IntType), buffer_kwargs={"constant": True}
+    )
+    index = op3.Slice("points", [op3.SubsetSliceComponent(None, subset)])
+    x, y = dat(axis), dat(axis, np.zeros(6))
+    op3.loop(p := axis[index].iter(), copy(1)(x[p], y[p]), eager=True)
+    expected = np.zeros(6)
+    expected[touched] = x.buffer.data_ro[touched]
+    assert np.array_equal(y.buffer.data_ro, expected)
+    engine.check()
+
+
+def test_components_of_an_axis(engine):
+    axis = op3.Axis({"a": 4, "b": 6}, "points")
+    axes = op3.AxisTree.from_nest({axis: [op3.Axis(2, "in_a"), op3.Axis(3, "in_b")]})
+    x, y = dat(axes), dat(axes, np.zeros(26))
+    op3.loop(p := axis["b"].iter(), copy(3)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro[:8], np.zeros(8))
+    assert np.array_equal(y.buffer.data_ro[8:], x.buffer.data_ro[8:])
+    engine.check()
+
+
+def test_loop_over_all_components_of_an_axis(engine):
+    axes = op3.AxisTree(op3.Axis({"a": 4, "b": 6}, "points"))
+    x, y = dat(axes), dat(axes, np.zeros(10))
+    op3.loop(p := axes.iter(), copy(1)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
+def test_nested_loops_transpose(engine):
+    rows, cols = op3.Axis(5, "rows"), op3.Axis(4, "cols")
+    x = dat(op3.AxisTree.from_iterable([rows, cols]))
+    y = dat(op3.AxisTree.from_iterable([cols, rows]))
+    inner = op3.loop(q := cols.iter(), copy(1)(x[p := rows.iter()][q], y[q][p]))
+    op3.loop(p, inner, eager=True)
+    expected = x.buffer.data_ro.reshape(5, 4).T
+    assert np.array_equal(y.buffer.data_ro.reshape(4, 5), expected)
+    engine.check()
+
+
+def test_order_of_axes(engine):
+    points, components = op3.Axis(5, "points"), op3.Axis(3, "components")
+    x = dat(op3.AxisTree.from_iterable([points, components]))
+    y = dat(op3.AxisTree.from_iterable([components, points]))
+    op3.loop(p := points.iter(), copy(3)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro.reshape(3, 5), x.buffer.data_ro.reshape(5, 3).T)
+    engine.check()
+
+
+def test_ragged_axis(engine):
+    counts = np.array([3, 2, 1, 3, 2])
+    root = op3.Axis(5, "points")
+    lengths = op3.Dat(root, data=counts.astype(op3.IntType), buffer_kwargs={"constant": True})
+    length = op3.as_linear_buffer_expression(lengths)
+    axes = op3.AxisTree.from_nest({root: op3.Axis(length, "inner")})
+    x, y = dat(axes, rng.random(11)), dat(axes, np.zeros(11))
+    op3.loop(p := axes.iter(), copy(1)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
+def test_constant_passed_whole(engine):
+    axis = op3.Axis(6, "points")
+    x, y, c = dat(axis), dat(axis, np.zeros(6)), dat(op3.Axis(2, "constant"), [2.0, 5.0])
+    k = function(
+        "y[0] = c[0]*x[0] + c[1]",
+        [("c", (2,), op3.READ), ("x", (1,), op3.READ), ("y", (1,), op3.WRITE)],
+    )
+    op3.loop(p := axis.iter(), k(c, x[p], y[p]), eager=True)
+    assert np.allclose(y.buffer.data_ro, 2 * x.buffer.data_ro + 5, rtol=1e-15)
+    engine.check()
+
+
+def test_sum_into_a_scalar(engine):
+    axis = op3.Axis(40, "points")
+    x, total = dat(axis), op3.Scalar(3.0)
+    op3.loop(p := axis.iter(), add(1)(x[p], total), eager=True)
+    assert np.isclose(total.buffer.data_ro[0], 3 + x.buffer.data_ro.sum(), rtol=1e-14)
+    engine.check()
+
+
+def test_read_and_write(engine):
+    axis = op3.Axis(8, "points")
+    x = dat(axis)
+    expected = x.buffer.data_ro * 2 + 1
+    k = function("x[0] = 2*x[0] + 1", [("x", (1,), op3.RW)])
+    op3.loop(p := axis.iter(), k(x[p]), eager=True)
+    assert np.allclose(x.buffer.data_ro, expected, rtol=1e-15)
+    engine.check()
+
+
+def test_read_and_write_in_order(engine):
+    # what an iteration reads, the one before it has written
+    cells, vertices = op3.Axis(9, "cells"), op3.Axis(10, "vertices")
+    cone = map_(cells, vertices, np.array([[i, i + 1] for i in range(9)]), "cone")
+    x = dat(vertices)
+    expected = x.buffer.data_ro.copy()
+    for i in range(9):
+        expected[i + 1] += 0.5 * expected[i]
+    k = function("x[1] = x[1] + 0.5*x[0]", [("x", (2,), op3.RW)])
+    op3.loop(c := cells.iter(), k(x[cone(c)]), eager=True)
+    assert np.allclose(x.buffer.data_ro, expected, rtol=1e-14)
+    engine.check()
+
+
+def test_largest_value(engine):
+    cells, vertices = op3.Axis(30, "cells"), op3.Axis(12, "vertices")
+    table = rng.integers(0, 12, (30, 2))
+    cone = map_(cells, vertices, table, "cone")
+    x, y = dat(cells), dat(vertices, np.full(12, 0.5))
+    k = function(
+        "y[i] = fmax(y[i], x[0])",
+        [("y", (2,), op3.MAX_RW), ("x", (1,), op3.READ)],
+        "{[i]: 0<=i<2}",
+    )
+    op3.loop(c := cells.iter(), k(y[cone(c)], x[c]), eager=True)
+    expected = np.full(12, 0.5)
+    np.maximum.at(expected, table, x.buffer.data_ro[:, None])
+    assert np.array_equal(y.buffer.data_ro, expected)
+    engine.check()
+
+
+def test_several_kernels_in_one_loop(engine):
+    axis = op3.Axis(12, "points")
+    x, y, z = dat(axis), dat(axis), dat(axis, np.zeros(12))
+    p = axis.iter()
+    op3.loop(p, [copy(1)(x[p], y[p]), add(1)(y[p], z[p]), add(1)(x[p], z[p])], eager=True)
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    assert np.allclose(z.buffer.data_ro, 2 * x.buffer.data_ro, rtol=1e-15)
+    engine.check()
+
+
+@pytest.mark.parametrize("kind", ["write", "inc"])
+def test_assignment_of_an_expression_in_a_loop(engine, kind):
+    axis = op3.Axis(12, "points")
+    x, y = dat(axis), dat(axis)
+    before = y.buffer.data_ro.copy()
+    p = axis.iter()
+    expression = x[p] * x[p] + 3.0 * x[p] - 1.0
+    op3.loop(p, op3.Assignment(y[p], expression, kind), eager=True)
+    expected = x.buffer.data_ro**2 + 3 * x.buffer.data_ro - 1 + (before if kind == "inc" else 0)
+    assert np.allclose(y.buffer.data_ro, expected, rtol=1e-14)
+    engine.check()
+
+
+def test_assignment_of_whole_arrays(engine):
+    points, components = op3.Axis(7, "points"), op3.Axis(2, "components")
+    axes = op3.AxisTree.from_iterable([points, components])
+    x, y = dat(axes), dat(axes)
+    y.assign(2.0 * x + 1.0, eager=True, eager_strategy="compile")
+    assert np.allclose(y.buffer.data_ro, 2 * x.buffer.data_ro + 1, rtol=1e-15)
+    engine.check("assignment")
+
+
+def matrix_setup() -> tuple[Any, Any, np.ndarray, Any]:
+    """Cells, their map to vertices, its table and a matrix that has entries for it."""
+    cells, vertices = op3.Axis(9, "cells"), op3.Axis(10, "vertices")
+    table = np.array([[i, i + 1] for i in range(9)])
+    cone = map_(cells, vertices, table, "cone")
+    c = cells.iter()
+    sparsity = op3.Mat.sparsity(vertices.as_tree(), vertices.as_tree())
+    op3.loop(c, op3.Assignment(sparsity[cone(c), cone(c)], 666, "write"), eager=True)
+    sparsity.assemble()
+    return cells, cone, table, sparsity.materialize()
+
+
+def test_matrix(engine):
+    cells, cone, table, mat = matrix_setup()
+    x = dat(cells)
+    k = function(
+        "a[i,j] = a[i,j] + x[0]*(i+2*j+1)",
+        [("x", (1,), op3.READ), ("a", (2, 2), op3.INC)],
+        "{[i]: 0<=i<2};{[j]: 0<=j<2}",
+        "element",
+    )
+    c = cells.iter()
+    loop = op3.loop(c, k(x[c], mat[cone(c), cone(c)]))
+    loop()
+    loop()
+    mat.assemble()
+    local = 2 * x.buffer.data_ro[:, None, None] * [[1.0, 3.0], [2.0, 4.0]]
+    expected = np.zeros((10, 10))
+    np.add.at(expected, (table[:, :, None], table[:, None, :]), local)
+    assert np.allclose(mat.buffer.mat[:, :], expected, rtol=1e-14)
+    engine.check("element")
+
+
+def test_replaced_arguments(engine):
+    cells, vertices = op3.Axis(30, "cells"), op3.Axis(12, "vertices")
+    table = rng.integers(0, 12, (30, 3))
+    cone = map_(cells, vertices, table, "cone")
+    x, y = dat(vertices, name="x"), dat(cells, np.zeros(30), name="y")
+    loop = op3.loop(c := cells.iter(), add(3)(x[cone(c)], y[c]))
+    loop()
+    other, target = dat(vertices), dat(cells, np.zeros(30))
+    kept = y.buffer.data_ro.copy()
+    loop(x=other, y=target)
+    assert np.array_equal(y.buffer.data_ro, kept)
+    assert np.allclose(target.buffer.data_ro, other.buffer.data_ro[table].sum(axis=1), rtol=1e-14)
+    engine.check()
+
+
+def test_changed_map(engine):
+    cells, vertices = op3.Axis(30, "cells"), op3.Axis(12, "vertices")
+    table = rng.integers(0, 12, (30, 3))
+    values = integers(op3.AxisTree.from_iterable([cells, op3.Axis(3, "cone")]), table)
+    component = op3.TabulatedMapComponent("vertices", None, values, label=None)
+    cone = op3.Map({idict({"cells": None}): [[component]]}, name="cone")
+    x, y = dat(vertices), dat(cells, np.zeros(30))
+    loop = op3.loop(c := cells.iter(), add(3)(x[cone(c)], y[c]))
+    loop()
+    table = rng.integers(0, 12, (30, 3))
+    values.buffer.data_wo[...] = table.reshape(-1)
+    y.buffer.data_wo[...] = 0
+    loop()
+    assert np.allclose(y.buffer.data_ro, x.buffer.data_ro[table].sum(axis=1), rtol=1e-14)
+    engine.check()
+
+
+def test_loop_compiled_before_the_back_end_was_attached(engine):
+    engine.backend.detach()
+    axis = op3.Axis(17, "points")
+    x, y = dat(axis), dat(axis)
+    loop = op3.loop(p := axis.iter(), copy(1)(x[p], y[p]))
+    loop()
+    engine.backend.attach()
+    y.buffer.data_wo[...] = 0
+    loop()
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
+def test_detaching_restores_everything():
+    from pyop3_mlir.frontends import pyop3 as front_end
+
+    context = exec_.InstructionExecutionContext
+    before = dict(vars(context)), dict(vars(exec_.CompiledCodeExecutor))
+    first, second = front_end.attach(), front_end.attach()
+    front_end.detach(first)
+    front_end.detach(second)
+    assert (dict(vars(context)), dict(vars(exec_.CompiledCodeExecutor))) == before
+
+
+def test_kernel_in_c_runs_through_pyop3(engine, caplog):
+    axis = op3.Axis(5, "points")
+    x = dat(axis, np.zeros(5))
+    k = op3.Function.from_c_string("in_c", "x[0] = 42.0;", [("x", op3.ScalarType, op3.WRITE)])
+    loop = op3.loop(p := axis.iter(), k(x[p]))
+    loop()
+    loop()
+    assert np.array_equal(x.buffer.data_ro, np.full(5, 42.0))
+    (entry,) = engine.entries("in_c")
+    assert (entry.calls, entry.lowered) == (2, 0)
+    assert "C code" in entry.reason
+    assert sum("in_c" in record.message for record in caplog.records) == 1
+
+
+def test_missing_name_is_named(monkeypatch):
+    from pyop3_mlir.errors import Pyop3MlirError
+    from pyop3_mlir.frontends import pyop3 as front_end
+
+    monkeypatch.delattr(exec_, "CompiledCodeExecutor")
+    with pytest.raises(Pyop3MlirError, match=r"no pyop3\.insn\.exec\.CompiledCodeExecutor"):
+        front_end.attach()
