@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c ci/co
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 # What needs Firedrake; pyop3's are skipped where Firedrake comes without it.
-BEYOND_CORE := tests/firedrake tests/pyop3
+BEYOND_CORE := tests/firedrake tests/mpi tests/pyop3
 
 .PHONY: help demo test test-core test-firedrake lint format bench docs clean
 
