@@ -108,7 +108,7 @@ class Builder:
         self._names = itertools.count()
         self._dims: dict[Expr, DimSet] = {}
         self._constant: dict[Expr, bool] = {}
-        self._ranges: dict[Expr, tuple[int, int] | None] = {}
+        self._ranges: dict[Expr, tuple[int, int]] = {}
         self._serials: dict[Expr, int] = {}
         self._varying: dict[Table, tuple[int, ...]] = {}
 
@@ -178,8 +178,8 @@ class Builder:
                 known[node] = value.astype(node.dtype, copy=False)
         return np.broadcast_to(known[root], tuple(dim.extent for dim in dims))
 
-    def range(self, root: Expr) -> tuple[int, int] | None:
-        """Smallest and largest value of an index expression, as far as known without data."""
+    def range(self, root: Expr) -> tuple[int, int]:
+        """Bounds on the value of an index expression that are known without data."""
         known = self._ranges
         for node in postorder([root]):
             if node not in known:
@@ -244,8 +244,7 @@ class Builder:
         )
 
     def _clamp(self, index: Expr, extent: int) -> Expr:
-        known = self.range(index)
-        low, high = known if known is not None else (-1, extent)
+        low, high = self.range(index)
         if low < 0:
             index = Op("max", index, Scalar(0, INDEX))
         if high >= extent:
@@ -338,8 +337,8 @@ class Builder:
             case ("rem" | "floordiv", (x, Scalar() as y)) if x.dtype == INDEX:
                 if int(y.value) == 1:
                     return x if name == "floordiv" else Scalar(0, INDEX)
-                known = self.range(x)
-                if known is not None and known[0] >= 0 and known[1] < int(y.value):
+                low, high = self.range(x)
+                if low >= 0 and high < int(y.value):
                     return x if name == "rem" else Scalar(0, INDEX)
             case ("and" | "or", (x, y)):
                 for a, b in ((x, y), (y, x)):
@@ -932,42 +931,45 @@ def _new(root: Expr, known: Mapping[Expr, Any]) -> Iterator[Expr]:
             yield node
 
 
-def _range(node: Expr, known: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+_UNKNOWN = (-(1 << 63), (1 << 63) - 1)
+
+
+def _range(node: Expr, known: Sequence[tuple[int, int]]) -> tuple[int, int]:
     match node:
         case Scalar() if node.dtype.kind in "iu":
             return int(node.value), int(node.value)
         case IndexOf():
             return 0, max(node.dim.extent - 1, 0)
-        case Load() if isinstance(node.source, Table) and node.source.size:
-            if node.dtype.kind in "iu":
+        case Load() if node.dtype.kind in "iu":
+            if isinstance(node.source, Table) and node.source.size:
                 return int(node.source.values.min()), int(node.source.values.max())
-            return None
-    if not isinstance(node, Op) or any(k is None for k in known):
-        if isinstance(node, Op) and node.name == "rem" and known[1] is not None:
-            low, high = known[1]
-            return (0, high - 1) if low > 0 else None
-        return None
-    ranges = [k for k in known if k is not None]
-    match node.name:
-        case "add":
-            return ranges[0][0] + ranges[1][0], ranges[0][1] + ranges[1][1]
-        case "sub":
-            return ranges[0][0] - ranges[1][1], ranges[0][1] - ranges[1][0]
-        case "mul":
-            corners = [a * b for a in ranges[0] for b in ranges[1]]
+            limits = np.iinfo(node.dtype)
+            return int(limits.min), int(limits.max)
+    if not isinstance(node, Op) or node.dtype.kind not in "iu":
+        return _UNKNOWN
+    (low, high), *others = known
+    match node.name, others:
+        case "cast", []:
+            return low, high
+        case "add", [(a, b)]:
+            return low + a, high + b
+        case "sub", [(a, b)]:
+            return low - b, high - a
+        case "mul", [(a, b)]:
+            corners = low * a, low * b, high * a, high * b
             return min(corners), max(corners)
-        case "floordiv" if ranges[1][0] > 0:
-            corners = [a // b for a in ranges[0] for b in ranges[1]]
+        case "floordiv", [(a, b)] if a > 0:
+            corners = low // a, low // b, high // a, high // b
             return min(corners), max(corners)
-        case "rem" if ranges[1][0] > 0:
-            return 0, ranges[1][1] - 1
-        case "min":
-            return min(ranges[0][0], ranges[1][0]), min(ranges[0][1], ranges[1][1])
-        case "max":
-            return max(ranges[0][0], ranges[1][0]), max(ranges[0][1], ranges[1][1])
-        case "cast" if node.dtype == INDEX:
-            return ranges[0]
-    return None
+        case "rem", [(a, b)] if a > 0:
+            return 0, b - 1
+        case "min", [(a, b)]:
+            return min(low, a), min(high, b)
+        case "max", [(a, b)]:
+            return max(low, a), max(high, b)
+        case "select", [(a, b), (c, d)]:
+            return min(a, c), max(b, d)
+    return _UNKNOWN
 
 
 def _varying_axes(values: Array) -> tuple[int, ...]:

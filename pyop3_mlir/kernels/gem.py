@@ -761,8 +761,7 @@ class _Translator:
             indices.append(self._total([*here, (Scalar(whole, INDEX), 1)]))
         ranges = [self.builder.range(index) for index in indices]
         if all(
-            r is not None and r[0] >= 0 and r[1] < extent
-            for r, extent in zip(ranges, shape, strict=True)
+            low >= 0 and high < extent for (low, high), extent in zip(ranges, shape, strict=True)
         ):
             return indices
         flat = self._total(terms)
