@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -258,7 +259,7 @@ def test_no_candidates_is_an_error():
 
 def test_neighbours_of_the_best_are_tried():
     names = schedules(3)
-    better = Schedule(width=names[1].width, tile=names[1].tile, unroll=8)
+    better = Schedule(width=names[1].width, tile=names[1].tile, unroll=10)
     costs = {**dict(zip(names, [2e-3, 1e-3, 3e-3], strict=True)), better: 0.5e-3}
     bench = Bench(costs)
     asked = []
@@ -367,18 +368,27 @@ GPU = DeviceTraits(gpu=True, atomics=True)
 
 def test_statistics_of_a_kernel():
     statistics = KernelStatistics.of(kernel())
-    assert statistics == KernelStatistics(8, (20 + 10 + 20) * 8, (20,), (10,), (), 20)
+    assert statistics == KernelStatistics(
+        scalar_bytes=8,
+        bytes_per_cell=(20 + 10 + 20) * 8,
+        rows=(20,),
+        accumulators=20,
+        contractions=1,
+        reductions=(10,),
+        pointwise=(),
+        writes=20,
+    )
 
 
 def test_heuristic_on_a_cpu_thread():
     assert heuristic(KernelStatistics.of(kernel()), AVX2, ["in_order", "colour"]) == Schedule(
-        "in_order", "blocked", 8, 4
+        "in_order", "blocked", 4, 16, 20
     )
 
 
 def test_heuristic_doubles_the_width_for_single_precision():
     statistics = KernelStatistics.of(kernel(dtype=np.dtype(np.float32)))
-    assert heuristic(statistics, AVX2, ["in_order"]).width == 16
+    assert heuristic(statistics, AVX2, ["in_order"]).width == 8
 
 
 def test_heuristic_takes_no_more_rows_than_there_are():
@@ -414,10 +424,19 @@ def test_candidates_begin_with_the_heuristic_and_are_distinct(traits):
 
 def test_candidates_hold_what_measured_best():
     """The shapes that won a case on one machine or another; docs/autotuner.md has the table."""
-    shapes = {
-        (s.width, s.tile) for s in candidates(KernelStatistics.of(kernel()), AVX2, ["in_order"])
-    }
-    assert {(4, 4), (8, 2), (8, 4), (8, 5), (16, 2), (16, 4)} <= shapes
+    found = candidates(KernelStatistics.of(kernel()), AVX2, ["in_order"])
+    shapes = {(s.width, s.tile, s.unroll) for s in found}
+    assert {(4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 4, 20), (8, 8, 20), (16, 4, 4)} <= shapes
+
+
+def test_kernels_without_contractions_get_wide_blocks():
+    statistics = replace(KernelStatistics.of(kernel()), rows=(), contractions=0, accumulators=1)
+    assert heuristic(statistics, AVX512, ["in_order"]).width == 16
+
+
+def test_large_kernels_are_unrolled_less():
+    statistics = replace(KernelStatistics.of(kernel()), contractions=40)
+    assert heuristic(statistics, AVX512, ["in_order"]).unroll == 4
 
 
 def test_wide_blocks_that_leave_the_cache_are_pruned():
@@ -448,7 +467,7 @@ def test_neighbours_vary_the_unrolling_alone():
     best = Schedule(width=8, tile=4, unroll=4)
     near = neighbours(best, KernelStatistics.of(kernel()), AVX2)
     assert {(s.width, s.tile, s.strategy) for s in near} == {(8, 4, "in_order")}
-    assert {s.unroll for s in near} == {1, 2, 8, 16}
+    assert {s.unroll for s in near} == {2, 10, 20}
 
 
 def test_rw_of_shared_targets_runs_in_order_only():
@@ -649,7 +668,7 @@ def test_off_measures_nothing(cache_dir):
     engine = Engine()
     choice = engine.choose(loop_of(interval(100)), tune="off")
     assert engine.built == []
-    assert choice.schedule == Schedule("in_order", "blocked", 8, 3)
+    assert choice.schedule == Schedule("in_order", "blocked", 4, 3, 20)
     assert "off" in choice.reason
     assert not cache_dir.exists()
 

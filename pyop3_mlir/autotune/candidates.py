@@ -1,9 +1,9 @@
 """Which schedules are worth measuring for a loop on a device, and which to take unmeasured.
 
-The heuristic (tuning off) on a CPU is in_order, blocked, with blocks of 64 bytes (W = 8 for double
-precision) and tiles of four rows: independent accumulators hide the latency of a fused
-multiply-add. On a GPU it is flat: atomic for kernels that write few values a cell, segmented for
-the others. ``docs/autotuner.md`` has the reasons.
+The heuristic (tuning off) on a CPU is in_order, blocked, with the shape that was best on most of the
+benchmark's cases: W = 4 in double precision with sixteen accumulators for kernels with contractions,
+W = 16 for those without. On a GPU it is flat: atomic for kernels that write few values a cell,
+segmented for the others. ``docs/autotuner.md`` has the reasons.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ class KernelStatistics:
     bytes_per_cell
         Packs and temporaries of one cell.
     rows
-        Parallel extents of its contractions: how many rows a tile can have. Empty without any.
+        Parallel extents of its contractions. Empty without any.
+    accumulators
+        Rows times results of the largest contraction, at least 1: what a tile can hold.
+    contractions
+        Number of its contractions.
     reductions
         Extents of what its contractions sum over.
     pointwise
@@ -110,6 +114,8 @@ class KernelStatistics:
     scalar_bytes: int
     bytes_per_cell: int
     rows: tuple[int, ...]
+    accumulators: int
+    contractions: int
     reductions: tuple[int, ...]
     pointwise: tuple[int, ...]
     writes: int
@@ -127,8 +133,12 @@ class KernelStatistics:
         rows: set[int] = set()
         reductions: set[int] = set()
         pointwise: set[int] = set()
+        accumulators, contractions = 1, 0
         for statement in kernel.statements:
             extents = [dim.extent for dim in statement.dims]
+            if statement.reductions:
+                contractions += 1
+                accumulators = max(accumulators, max(extents, default=1) * len(statement.results))
             (rows if statement.reductions else pointwise).update(e for e in extents if e > 1)
             reductions.update(dim.extent for dim in statement.reductions)
         written = {output.argument for output in kernel.outputs}
@@ -136,6 +146,8 @@ class KernelStatistics:
             scalar_bytes=max(sizes, key=lambda width: sizes[width], default=8),
             bytes_per_cell=sum(v.size * v.dtype.itemsize for v in values),
             rows=tuple(sorted(rows)),
+            accumulators=accumulators,
+            contractions=contractions,
             reductions=tuple(sorted(reductions)),
             pointwise=tuple(sorted(pointwise)),
             writes=sum(argument.size for argument in written),
@@ -198,16 +210,9 @@ def heuristic(
     else:
         preferred = ["in_order", "segmented", "colour"]
     strategy = next((name for name in preferred if name in strategies), strategies[0])
-    width = max(64 // statistics.scalar_bytes, 1)
-    while width > 1 and width * statistics.bytes_per_cell > traits.l2_bytes:
-        width //= 2
-    tile = _largest_tile(4, statistics)
-    return Schedule(strategy, "flat" if traits.gpu else "blocked", width, tile)
-
-
-def _largest_tile(wanted: int, statistics: KernelStatistics) -> int:
-    """``wanted``, or fewer rows where no contraction has as many."""
-    return max(1, min(wanted, max(statistics.rows, default=1)))
+    if traits.gpu:
+        return Schedule(strategy, "flat", 1, min(4, statistics.accumulators))
+    return Schedule(strategy, "blocked", *_shapes(statistics, traits)[0])
 
 
 def candidates(
@@ -218,9 +223,9 @@ def candidates(
 ) -> list[Schedule]:
     """List the schedules worth building, the heuristic's first, then the most promising.
 
-    Left out are widths whose temporaries do not fit into the second-level cache, tiles with more
-    rows than any contraction has, and pairs of width and tile that need more than twice the
-    registers there are (up to that, spilling can still pay; beyond it measured times double).
+    Left out are widths whose temporaries do not fit into the second-level cache, accumulators that
+    need more than twice the registers there are, and shapes that give the same code as one before
+    because no contraction has as many rows.
 
     Parameters
     ----------
@@ -241,8 +246,10 @@ def candidates(
         own = [replace(schedule, batching="blocked", width=1) for schedule in (base, *flat)]
         return list(dict.fromkeys([*found, *flat, *(own if "blocked" in batchings else [])]))
     if "blocked" in batchings:
-        shapes = _shapes(base, statistics, traits)
-        found += [replace(base, batching="blocked", width=w, tile=t) for w, t in shapes]
+        shapes = _shapes(statistics, traits)
+        found += [
+            replace(base, batching="blocked", width=w, tile=t, unroll=u) for w, t, u in shapes
+        ]
         # how contributions are summed hardly depends on W and T: one shape tells; and one thread
         # gains nothing from strategies that let several work
         where = 1 if traits.threads > 1 else 3
@@ -250,31 +257,37 @@ def candidates(
     return list(dict.fromkeys([*found, *flat]))
 
 
-def _shapes(
-    base: Schedule, statistics: KernelStatistics, traits: DeviceTraits
-) -> list[tuple[int, int]]:
-    """Pairs of width and tile, those nearest to the heuristic's first."""
+# Width (for scalars of 8 bytes), tile and unrolling, the most promising first: measured on the
+# benchmark's cases (docs/autotuner.md). Kernels without contractions want wide blocks, for gathers
+# and scatters overlap then; contractions want accumulators, and tables that are known while lowering.
+_POINTWISE = ((16, 4, 4), (4, 16, 20), (8, 8, 20), (32, 4, 4), (16, 8, 20), (8, 4, 4), (4, 4, 4))
+_CONTRACTIONS = (
+    (4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 10, 20), (8, 8, 20), (16, 8, 20), (4, 4, 20),
+    (16, 4, 4), (8, 4, 4), (4, 8, 4), (8, 8, 4),
+)  # fmt: skip
+# Kernels with more statements than this would take long to compile unrolled.
+_MANY_CONTRACTIONS = 10
+_LARGE = ((8, 8, 4), (4, 8, 4), (8, 4, 4), (4, 16, 4), (16, 4, 4), (8, 8, 2), (4, 8, 10))
+
+
+def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[int, int, int]]:
+    """Widths, tiles and degrees of unrolling, the most promising first."""
+    if not statistics.rows:
+        listed: Sequence[tuple[int, int, int]] = _POINTWISE
+    elif statistics.contractions > _MANY_CONTRACTIONS:
+        listed = _LARGE
+    else:
+        listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
-    # a narrow vector machine still gains from several registers a row
-    widths = sorted({max(base.width // 2, 1), base.width, base.width * 2})
-    tiles = sorted({_largest_tile(tile, statistics) for tile in (1, 2, 3, 4, 5, 6, 8)})
-    allowed = []
-    for width in widths:
-        if width > 1 and width * statistics.bytes_per_cell > traits.l2_bytes:
-            continue
-        for tile in tiles:
-            if tile > 1 and -(-width // lanes) * tile > 2 * traits.registers:
-                continue
-            allowed.append((width, tile))
-    order = {w: abs(position - widths.index(base.width)) for position, w in enumerate(widths)}
-    # measured favourites: at the heuristic's width 4, 2, 8 and 5 rows; at the double 2 and 4
-    rank = {4: 0, 2: 1, 8: 2, 5: 3, 6: 4, 3: 5, 1: 6}
-
-    def promise(shape: tuple[int, int]) -> tuple[int, int]:
-        width, tile = shape
-        return rank.get(tile, 0) + 2 * order[width], -width
-
-    return sorted(allowed or [(base.width, base.tile)], key=promise)
+    found = []
+    for wide, wanted, unroll in listed:
+        width = max(1, wide * 8 // statistics.scalar_bytes)
+        tile = min(wanted, statistics.accumulators)
+        # spilling a few accumulators can still pay, beyond that measured times double
+        spills = tile > 1 and -(-width // lanes) * tile > 2 * traits.registers
+        if width * statistics.bytes_per_cell <= traits.l2_bytes and not spills:
+            found.append((width, tile, unroll))
+    return list(dict.fromkeys(found)) or [(1, min(4, statistics.accumulators), 4)]
 
 
 def neighbours(
@@ -295,10 +308,10 @@ def neighbours(
     longest = max((*statistics.rows, *statistics.reductions, *statistics.pointwise), default=1)
     near = [
         replace(best, unroll=unroll)
-        for unroll in (1, 2, 4, 8, 16)
+        for unroll in (2, 4, 10, 20)
         if unroll != best.unroll and min(unroll, best.unroll) < longest
     ]
     if traits.gpu:
-        tiles = {_largest_tile(tile, statistics) for tile in (1, 2, 4, 8)}
+        tiles = {min(tile, statistics.accumulators) for tile in (1, 2, 4, 8)}
         near += [replace(best, tile=tile) for tile in sorted(tiles - {best.tile})]
     return near
