@@ -55,8 +55,10 @@ def _coefficient(space: Any) -> Any:
 
     function = fd.Function(space)
     random = np.random.default_rng(0)
-    for dat in function.dat:
-        dat.data[...] = random.random(dat.data.shape) * 0.1
+    # so that it does under PyOP2 and under pyop3
+    for part in function.subfunctions:
+        values = part.dat.data_wo
+        values[...] = random.random(values.shape) * 0.1
     return function
 
 
