@@ -195,6 +195,26 @@ def bench_firedrake(
     console.print(bench.overheads_table(rows) if overheads else bench.table(rows))
 
 
+@bench_app.command("pyop3")
+def bench_pyop3(
+    json: Json = None,
+    case: Cases = None,
+    size: Size = 1.0,
+    runs: Annotated[int, typer.Option(min=7, help="Interleaved samples of each case.")] = 7,
+    budget: Budget = None,
+) -> None:
+    """Compare the loops of Firedrake's pyop3 branch on the engine and on loopy's code."""
+    from pyop3_mlir.bench import pyop3 as bench
+
+    cases = _known_cases(case, [known.name for known in bench.CASES])
+    console = _console()
+    with _measuring(console) as report:
+        rows = bench.run_pyop3_bench(
+            json, cases, size=size, runs=runs, tune_budget=budget, report=report
+        )
+    console.print(bench.table(rows))
+
+
 @bench_app.command("tuner")
 def bench_tuner(
     json: Json = None,

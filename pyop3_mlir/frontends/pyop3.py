@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -448,6 +448,20 @@ def _executor_class(names: Names) -> Any:
                     view.handle for view in self.kernel_name_to_buffer_info.values()
                 )
             return found
+
+        def handles(self, buffers: Mapping[Any, Any]) -> tuple[Any, ...]:
+            """What the loop is called with where some buffers are replaced."""
+            if not buffers:
+                return self._default_exec_arguments
+            return tuple(
+                view.record_new(buffer=buffers.get(view.buffer, view.buffer)).handle
+                for view in self.kernel_name_to_buffer_info.values()
+            )
+
+        @property
+        def is_kernel(self) -> bool:
+            """Whether a local kernel is called."""
+            return bool(_called(self.instruction, names))
 
         def run_original(self, handles: Sequence[Any]) -> None:
             """Run pyop3's own code."""
