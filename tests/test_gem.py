@@ -365,6 +365,13 @@ def test_a_sum_over_an_index_that_only_constants_have() -> None:
     check([(target(i), gem.IndexSum(gem.Product(table, vector("x", i)), (q,)))], {"x": random(3)})
 
 
+def test_a_scalar_variable_is_an_lvalue() -> None:
+    q = index(5)
+    pairs = [(gem.Variable("A", ()), gem.IndexSum(vector("x", q), (q,)))]
+    check(pairs, {"x": random(5)})
+    check(prepare(pairs), {"x": random(5)})
+
+
 def test_a_scalar_result() -> None:
     q = index(20)
     expression = gem.IndexSum(gem.Power(vector("x", q), gem.Literal(2)), (q,))

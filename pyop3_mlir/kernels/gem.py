@@ -237,6 +237,11 @@ def _factorise(
     return pairs
 
 
+def _index_ordering(lvalue: gem.Node) -> tuple[gem.Index, ...]:
+    """Free indices in the order in which they are written."""
+    return () if isinstance(lvalue, gem.Variable) else tuple(lvalue.index_ordering())
+
+
 def _is_static(node: gem.Node) -> bool:
     """Whether a Delta, if it is one, would put nothing into an lvalue that depends on data."""
     return not isinstance(node, gem.Delta) or not any(
@@ -249,7 +254,7 @@ def _contract(
     tail: Sequence[gem.Index],
     monomials: gem.refactorise.MonomialSum,
 ) -> gem.Node:
-    """Sum factorise, splitting off one index of ``tail`` after the other."""
+    """Sum factorise as TSFC's spectral mode does, one index of ``tail`` after the other."""
     if tail:
         parts: dict[Any, gem.refactorise.MonomialSum] = {}
         for sum_indices, atomics, rest in monomials:
@@ -261,7 +266,7 @@ def _contract(
         monomials = gem.refactorise.MonomialSum()
         for (sum_indices, atomics), part in parts.items():
             monomials.add(sum_indices, atomics, _contract(lvalue, tail[1:], part))
-    return gem.coffee.optimise_monomial_sum(monomials, lvalue.index_ordering())
+    return gem.coffee.optimise_monomial_sum(monomials, _index_ordering(lvalue))
 
 
 def _simplify(assignments: Sequence[Assignment]) -> list[Assignment]:
@@ -905,7 +910,6 @@ def _rank_indices(assignments: Sequence[Assignment]) -> dict[gem.Index, int]:
             for index in node.multiindex:
                 rank.setdefault(index, len(rank) + 1)
     for lvalue, _ in assignments:
-        order = lvalue.index_ordering() if hasattr(lvalue, "index_ordering") else ()
-        for position, index in enumerate(order):
+        for position, index in enumerate(_index_ordering(lvalue)):
             rank[index] = _LAST // 2 + position
     return rank
