@@ -299,14 +299,55 @@ class Backend:
             hot = executor.comm.allreduce(hot, op=MPI.LOR)
         if not hot or self.options.tune == "off":
             return
-        bound.tuned = True
         try:
-            bound.calls = [self._compile(executor.comm, r, tune=True) for r in bound.readings]
+            self._choose(executor.comm, loop, bound)
         except Exception as error:
             log.warning("loop %s is not tuned: %s", loop.entry.name, error)
-            return
+
+    def _choose(self, comm: Any, loop: _Loop, bound: _Bound, schedule: Any = None) -> None:
+        from pyop3_mlir import engine
+
+        bound.tuned = True
+        if schedule is None:
+            bound.calls = [self._compile(comm, r, tune=True) for r in bound.readings]
+        else:
+            device = self.options.device
+            bound.calls = [engine.compile(r.parloop, device, schedule) for r in bound.readings]
         loop.entry.strategy = str(bound.calls[0].schedule)
         loop.entry.reason = bound.calls[0].reason
+
+    def tune(
+        self, executor: Any, buffers: Mapping[Any, Any] | None = None, schedule: Any = None
+    ) -> list[Any]:
+        """Choose the schedules of a loop now, without waiting for it to be hot.
+
+        Parameters
+        ----------
+        executor
+            What ``compile()`` of the loop's execution context returns.
+        buffers
+            Replaced buffers, as the executor is called with; none where not given.
+        schedule
+            What it is to run with from now on; chosen by measurement where not given.
+
+        Returns
+        -------
+        list of BoundLoop
+            What runs it: one loop of ours for each loop in it.
+
+        Raises
+        ------
+        UnsupportedLoopError
+            Where pyop3 runs the loop; the message says why.
+        """
+        handles = executor.handles(buffers or {})
+        loop = self._loop(executor)
+        loop.deferred = ""
+        bound = None if loop.failed else self._find(executor, loop, handles)
+        if bound is None:
+            raise UnsupportedLoopError(f"loop {loop.entry.name}: {loop.entry.reason}")
+        self._choose(executor.comm, loop, bound, schedule)
+        return bound.calls
 
     def _verify(self, executor: Any, loop: _Loop, bound: _Bound) -> None:
         """Run both engines on the same data, compare, and keep pyop3's result."""
