@@ -28,17 +28,32 @@ _finished: list[Any] = []
 
 
 def _attach(options: Options) -> list[Any]:
-    found = []
-    if importlib.util.find_spec("pyop2") is not None:
+    found: list[Any] = []
+    if _has("pyop2.parloop"):
         from pyop3_mlir.frontends import dropin
 
         found.append(dropin.attach(options))
+    if _has("pyop3.insn.exec"):
+        from pyop3_mlir.frontends import pyop3
+
+        found.append(pyop3.attach(options))
     if not found:
         raise Pyop3MlirError(
-            "there is nothing to install the back end under: PyOP2 cannot be imported. Install "
-            "Firedrake, or use the engine on arrays (pyop3_mlir.engine)"
+            "there is nothing to install the back end under: neither PyOP2 nor pyop3 can be "
+            "imported. Install Firedrake, or use the engine on arrays (pyop3_mlir.engine)"
         )
     return found
+
+
+def _has(module: str) -> bool:
+    """Whether a package is installed, told by one of its modules.
+
+    A folder that has the package's name, and may hold anything, can be imported too.
+    """
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def install(**settings: Any) -> None:
@@ -68,12 +83,11 @@ def uninstall() -> None:
     Pyop3MlirError
         Where nothing is installed.
     """
-    from pyop3_mlir.frontends import dropin
-
     if not _attached:
         raise Pyop3MlirError("the back end is not installed")
     for part in reversed(_attached.pop()):
-        dropin.detach(part)
+        # the front end that has attached it
+        sys.modules[type(part).__module__].detach(part)
         _finished.append(part)
 
 
