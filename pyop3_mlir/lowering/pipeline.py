@@ -35,6 +35,7 @@ from pyop3_mlir.lowering.passes.call_libm import CallLibmPass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
+from pyop3_mlir.lowering.passes.relax_atomics import RelaxAtomicsPass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
 from pyop3_mlir.lowering.passes.unroll_scatter import UnrollScatterPass
 from pyop3_mlir.lowering.passes.vectorise import VectorisePass
@@ -88,14 +89,16 @@ def _gpu_passes(schedule: Schedule, kind: str) -> list[ModulePass]:
     )
     # in order means one thread, which is for loops that have no other meaning
     one = schedule.strategy == "in_order"
+    atomic = schedule.strategy == "atomic"
     return [
         batching,
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
         VectorisePass(schedule.tile, schedule.unroll),
-        *([AtomicScatterPass()] if schedule.strategy == "atomic" else []),
+        *([AtomicScatterPass()] if atomic else []),
         PlaceOnGpuPass(kind),
         OutlineDispatchPass(chunk=0 if one else 1, threads=1 if one else WORKGROUP),
+        *([RelaxAtomicsPass(kind)] if atomic else []),
     ]
 
 

@@ -28,6 +28,7 @@ from pyop3_mlir.lowering.dialects.flow import Flow
 from pyop3_mlir.lowering.dialects.gpu import GPU
 from pyop3_mlir.lowering.dialects.hal import HAL
 from pyop3_mlir.lowering.dialects.linalg import Linalg
+from pyop3_mlir.lowering.dialects.llvm import LLVM
 from pyop3_mlir.lowering.dialects.spirv import SPIRV
 from pyop3_mlir.lowering.dialects.util import Util
 from pyop3_mlir.lowering.dialects.vector import Vector
@@ -36,8 +37,8 @@ __all__ = ["iree_context", "print_module"]
 
 DIALECTS = (
     Affine, Arith, Bufferization, Builtin, Cf, Complex, Flow, Func, GPU, HAL, IREECPU, IREECodegen,
-    IREEGPU, Linalg, Math, MemRef, SPIRV, Scf, Tensor, Util,
-    Vector,
+    IREEGPU, LLVM, Linalg, Math, MemRef, SPIRV, Scf, Tensor,
+    Util, Vector,
 )  # fmt: skip
 
 

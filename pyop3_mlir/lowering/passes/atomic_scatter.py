@@ -1,4 +1,4 @@
-"""Add to shared targets by hardware atomics."""
+"""Change shared targets by hardware atomics."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from pyop3_mlir.lowering.emit import Emitter, functions_of
 
 __all__ = ["AtomicScatterPass"]
 
-# memref.atomic_rmw's kinds, as MLIR numbers them (AtomicRMWKind in ArithBase.td)
-_KINDS: dict[type[Operation], int] = {arith.AddfOp: 0, arith.AddiOp: 1}
+# memref.atomic_rmw's kinds, as IREE 3.13's MLIR numbers them (AtomicRMWKind in ArithBase.td)
+_KINDS: dict[type[Operation], int] = {
+    arith.AddfOp: 0,
+    arith.AddiOp: 1,
+    arith.MaxnumfOp: 5,
+    arith.MaxSIOp: 6,
+    arith.MaxUIOp: 7,
+    arith.MinnumfOp: 9,
+    arith.MinSIOp: 10,
+    arith.MinUIOp: 11,
+}
 
 
 @dataclass(frozen=True)
 class AtomicScatterPass(ModulePass):
-    """Make ``load, add, store`` of an operand one atomic operation.
+    """Make ``load, add, store`` of an operand one atomic operation, and smaller and larger alike.
 
-    Needs functions on memrefs without linalg operations. Leaves stores that add to nothing (WRITE)
-    as they are. The order of additions, and so the last bits of a sum, differ from run to run.
+    Needs functions on memrefs without linalg operations. Leaves stores of new values (WRITE) as
+    they are. The order of additions, and so the last bits of a sum, differ from run to run.
     """
 
     name = "atomic-scatter"
@@ -39,20 +48,20 @@ class AtomicScatterPass(ModulePass):
 
 def _make_atomic(store: memref.StoreOp) -> None:
     assert isinstance(store.memref.type, MemRefType)
-    add = store.value.owner
-    if not isinstance(add, Operation) or type(add) not in _KINDS:
+    combine = store.value.owner
+    if not isinstance(combine, Operation) or type(combine) not in _KINDS:
         return
-    for old, new in (add.operands, tuple(reversed(add.operands))):
+    for old, new in (combine.operands, tuple(reversed(combine.operands))):
         load = old.owner
         if _reads(load, store):
             assert isinstance(load, memref.LoadOp)
             atomic = memref.AtomicRMWOp.build(
                 operands=[new, store.memref, list(store.indices)],
                 result_types=[new.type],
-                properties={"kind": IntegerAttr(_KINDS[type(add)], i64)},
+                properties={"kind": IntegerAttr(_KINDS[type(combine)], i64)},
             )
             Emitter(InsertPoint.before(store)).insert(atomic)
-            for op in (store, add, load):
+            for op in (store, combine, load):
                 op.detach()
                 op.erase()
             return
