@@ -559,7 +559,7 @@ def cache(tmp_path):
 
 
 def key_of(loop, device="cpu", strategies=("in_order",)):
-    return tuning_key(loop, device, strategies, ("blocked",))
+    return tuning_key(loop, device, [Schedule(name) for name in strategies])
 
 
 def some_result():

@@ -96,7 +96,7 @@ def choose(
     listed = candidates(statistics, traits, strategies, batchings)
     cache = Cache(options.cache_dir / "tuning")
     fingerprint = f"{device.info.name}, {device.threads} threads, {device.target.fingerprint}"
-    key = tuning_key(loop, fingerprint, strategies, batchings)
+    key = tuning_key(loop, fingerprint, listed)
     if options.tune == "cached":
         remembered = recall(cache, key)
         if remembered is not None:

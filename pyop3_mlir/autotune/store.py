@@ -46,9 +46,7 @@ class TuningKey:
         return json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
 
 
-def tuning_key(
-    loop: Parloop, device: str, strategies: Sequence[str], batchings: Sequence[str]
-) -> TuningKey:
+def tuning_key(loop: Parloop, device: str, schedules: Sequence[Schedule]) -> TuningKey:
     """Make the key of a loop on a device.
 
     Parameters
@@ -58,7 +56,7 @@ def tuning_key(
         and names do not.
     device
         Fingerprint of the device: its model, drivers and threads.
-    strategies, batchings
+    schedules
         What the choice is made among.
     """
     return TuningKey(
@@ -67,7 +65,7 @@ def tuning_key(
             "loop": _describe(loop.spec),
             "connectivity": connectivity(loop),
             "device": device,
-            "among": [sorted(strategies), sorted(batchings)],
+            "among": sorted(str(schedule) for schedule in schedules),
             "versions": _versions(),
         }
     )
