@@ -49,6 +49,9 @@ DimSet = frozenset[Dim]
 _LARGEST_TABLE = 1 << 16
 """Scalars of a table that a constant sum may be folded to."""
 
+_LARGEST_SUM = 1 << 22
+"""Terms of a constant sum that are added up while a kernel is imported."""
+
 _LARGEST_EXPANSION = 1 << 14
 """Scalars of the tables that multiplying out a sum may lead to: they should stay in a cache."""
 
@@ -699,22 +702,7 @@ class Builder:
             if argument in whole
         ]
         self._join_sums(pieces)
-        outputs = []
-        for piece in pieces:
-            value = piece.value
-            definition = self.definitions.get(value.source) if isinstance(value, Load) else None
-            if (
-                definition is None
-                or not _is_whole(value, definition)
-                or set(definition.dims) != set(piece.dims)
-            ):
-                dims = self.order(piece.dims)
-                load = self.define(value, dims)
-                assert isinstance(load, Load)
-                definition = self.definitions[load.source]
-            outputs.append(
-                Output(piece.argument, definition.dims, piece.slot, definition.temporary)
-            )
+        outputs = [self._output(piece) for piece in self._inline_trivial(pieces)]
         roots = list(dict.fromkeys(output.value for output in outputs))
         self._hoist(roots)
         groups = self._schedule(roots)
@@ -724,6 +712,57 @@ class Builder:
         kernel = LocalKernel(name, tuple(arguments), statements, tuple(outputs))
         kernel.validate()
         return kernel
+
+    def _output(self, piece: Piece) -> Output:
+        """An output from a temporary of the piece's dimensions, an existing one where there is."""
+        value = piece.value
+        definition = self.definitions.get(value.source) if isinstance(value, Load) else None
+        if definition is not None:
+            named = [child.dim for child in value.children if isinstance(child, IndexOf)]
+            if len(set(named)) == len(value.children) and set(named) == set(piece.dims):
+                own = {dim: IndexOf(new) for dim, new in zip(named, definition.dims, strict=True)}
+                slot = self.substitute(piece.slot, own)
+                return Output(piece.argument, definition.dims, slot, definition.temporary)
+        load = self.define(value, self.order(piece.dims))
+        assert isinstance(load, Load)
+        definition = self.definitions[load.source]
+        return Output(piece.argument, definition.dims, piece.slot, definition.temporary)
+
+    def _inline_trivial(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Put constants and copies in the place of the temporaries that hold nothing else."""
+        inlined: dict[Source, tuple[tuple[Dim, ...], Expr]] = {}
+
+        def rewrite(root: Expr) -> Expr:
+            known: dict[Expr, Expr] = {}
+            for node in postorder([root]):
+                children = [known[child] for child in node.children]
+                if isinstance(node, Load) and node.source in inlined:
+                    dims, body = inlined[node.source]
+                    known[node] = self.substitute(body, dict(zip(dims, children, strict=True)))
+                elif all(a is b for a, b in zip(children, node.children, strict=True)):
+                    known[node] = node
+                elif isinstance(node, Load):
+                    known[node] = self.load(node.source, children)
+                else:
+                    assert isinstance(node, Op)
+                    known[node] = self.op(node.name, *children, dtype=node.dtype)
+            return known[root]
+
+        for definition in self._live(piece.value for piece in pieces):
+            definition.body = rewrite(definition.body)
+            dims = definition.dims
+            if (
+                self.is_constant(definition.body)
+                and self._points(dims) <= _LARGEST_TABLE
+                and self._points(definition.scope) <= _LARGEST_SUM
+            ):
+                values = self.evaluate(definition.body, dims + definition.reductions)
+                summed = tuple(range(len(dims), values.ndim))
+                values = values.sum(axis=summed, dtype=values.dtype) if summed else values
+                inlined[definition.temporary] = dims, self.constant(values, dims)
+            elif isinstance(definition.body, Load) and not definition.reductions:
+                inlined[definition.temporary] = dims, definition.body
+        return [Piece(p.argument, p.dims, p.slot, rewrite(p.value)) for p in pieces]
 
     def _add_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Add up the pieces that change the same slots."""
