@@ -383,31 +383,41 @@ class Backend:
 
     def _verify(self, bound: _Bound, loop: Any, part: Any) -> None:
         """Run both engines on the same data, compare, and keep PyOP2's result."""
-        written = [
-            (number, argument)
-            for number, argument in enumerate(bound.reading.parloop.arguments)
-            if argument.access.writes
-        ]
         if bound.reading.elements:
             # their entries may wait for another process: nothing to compare with
             self._run(bound, loop, part)
             return
-        before = [argument.buffer.copy() for _, argument in written]
+        written = [
+            (number, argument, self._target(loop, place, argument))
+            for number, (argument, place) in enumerate(
+                zip(bound.reading.parloop.arguments, bound.reading.plan.places, strict=True)
+            )
+            if argument.access.writes
+        ]
+        before = [target.copy() for _, _, target in written]
         self._run(bound, loop, part)
-        ours = [argument.buffer.copy() for _, argument in written]
-        for (_, argument), old in zip(written, before, strict=True):
-            argument.buffer[...] = old
+        ours = [target.copy() for _, _, target in written]
+        for (_, _, target), old in zip(written, before, strict=True):
+            target[...] = old
         self.original(loop, part)
-        for (number, argument), found, old in zip(written, ours, before, strict=True):
+        for (number, argument, target), found, old in zip(written, ours, before, strict=True):
             where = f"loop {bound.entry.name}, argument {argument.name}"
             try:
-                compare(where, found, argument.buffer, old)
+                compare(where, found, target, old)
             except VerificationError:
                 if argument.access is not INC:
                     raise
                 # a sum that cancels is no more exact than what is added up
                 parts = self._contributions(bound.reading, number, *bound.reading.range(part))
-                compare(where, found, argument.buffer, parts)
+                compare(where, found, target, parts)
+
+    @staticmethod
+    def _target(loop: Any, place: Any, argument: Argument) -> npt.NDArray[Any]:
+        """The memory that an argument changes, flat."""
+        if place.shared:
+            found: npt.NDArray[Any] = loop.arguments[place.number].data._data.reshape(-1)
+            return found
+        return argument.buffer
 
     def _contributions(self, reading: Any, number: int, start: int, stop: int) -> Any:
         """What single iterations of a loop add to an argument (some of the iterations)."""
