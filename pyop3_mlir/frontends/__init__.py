@@ -6,6 +6,7 @@ and pyop3 is installed; :func:`report` says what became of the loops.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 import runpy
@@ -46,14 +47,23 @@ def _attach(options: Options) -> list[Any]:
 
 
 def _has(module: str) -> bool:
-    """Whether a package is installed, told by one of its modules.
+    """Whether a package is installed, told by one of its modules; imports nothing.
 
-    A folder that has the package's name, and may hold anything, can be imported too.
+    A folder that has the package's name, and may hold anything, could be imported as well.
     """
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    path: Any = None
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = (
+            importlib.util.find_spec(part)
+            if path is None
+            else importlib.machinery.PathFinder.find_spec(name, path)
+        )
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
 
 
 def install(**settings: Any) -> None:

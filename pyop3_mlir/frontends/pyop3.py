@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+HOT_ASSIGNMENT_SECONDS = 0.1
+"""An assignment is lowered once it has been called a few times that took this long together."""
+
 BOUND_LIMIT = 8
 """Sets of buffers that a loop is kept bound to."""
 
@@ -44,7 +47,7 @@ class _Loop:
     backend: Backend
     entry: Entry
     calls: int = 0
-    reason: str = ""
+    seconds: float = 0.0
     deferred: str = ""
     plans: tuple[Plan, ...] | None = None
     watched: tuple[tuple[Any, int], ...] = ()
@@ -152,7 +155,10 @@ class Backend:
         if bound is None:
             started = time.perf_counter()
             executor.run_original(handles)
-            entry.core += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            entry.core += seconds
+            # the first call compiles
+            loop.seconds += seconds if loop.calls > 1 else 0.0
             return
         entry.lowered += 1
         bound.count += 1
@@ -192,7 +198,7 @@ class Backend:
     def _find(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> _Bound | None:
         """The loop bound to these arrays; None where it runs through pyop3."""
         if loop.deferred:
-            if loop.calls <= self.patience:
+            if not self._is_hot(executor, loop):
                 loop.entry.reason = loop.entry.reason or loop.deferred
                 return None
             loop.deferred = ""
@@ -205,6 +211,19 @@ class Backend:
         if bound is not None and bound.current():
             return bound
         return self._prepare(executor, loop, handles, key)
+
+    def _is_hot(self, executor: Any, loop: _Loop) -> bool:
+        """Whether an assignment is worth compiling."""
+        if loop.calls <= self.patience:
+            return False
+        hot = loop.seconds > HOT_ASSIGNMENT_SECONDS or not self.patience
+        if executor.comm.size > 1:
+            from mpi4py import MPI
+
+            if self.patience and loop.calls & (loop.calls - 1):
+                return False
+            return bool(executor.comm.allreduce(hot, op=MPI.LOR))
+        return hot
 
     def _prepare(
         self, executor: Any, loop: _Loop, handles: tuple[Any, ...], key: tuple[int, ...]
@@ -455,7 +474,7 @@ def _executor_class(names: Names) -> Any:
     """pyop3's executor, with the C function exchanged."""
     base: Any = names.CompiledCodeExecutor
 
-    class Executor(base):  # type: ignore[misc]
+    class Executor(base):
         """Runs a loop on the engine after pyop3's halo exchanges."""
 
         def __init__(self, backend: Backend, context: Any, original: Any) -> None:

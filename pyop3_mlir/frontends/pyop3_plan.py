@@ -19,7 +19,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.petsc import MatrixValues, nonzero_state
-from pyop3_mlir.frontends.pyop2 import BATCH, Elements
 from pyop3_mlir.frontends.pyop3_names import Names
 from pyop3_mlir.frontends.pyop3_read import (
     Assign,
@@ -127,7 +126,7 @@ def shared_table(values: Array, bound: int, name: str) -> IndexTable:
     if values.size and int(values.max()) <= np.iinfo(np.int32).max:
         values = values.astype(np.int32)
     values = np.ascontiguousarray(values)
-    digest = hashlib.blake2b(memoryview(values.reshape(-1).view(np.uint8)), digest_size=16)
+    digest = hashlib.blake2b(values.tobytes(), digest_size=16)
     key = (digest.digest(), values.shape, values.dtype.str)
     found = _tables.get((*key, bound))
     if found is None:
@@ -288,6 +287,42 @@ class Plan:
         return Reading(parloop, self, tuple(matrices), tuple(elements), tuple(lgmaps))
 
 
+BATCH = 1 << 22
+"""Scalars of the element matrices that are computed before PETSc gets them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """Element matrices that PETSc adds up: a matrix that is distributed over processes.
+
+    Attributes
+    ----------
+    mat
+        PETSc's matrix.
+    matrix
+        Where they go.
+    values
+        ``[iterations of a batch, entries]``, by rows.
+    access
+        INC or WRITE.
+    """
+
+    mat: Any
+    matrix: Matrix
+    values: Array
+    access: Access
+
+    def flush(self, start: int, stop: int) -> None:
+        """Hand the element matrices of iterations ``[start, stop)`` over."""
+        from petsc4py import PETSc
+
+        mode = PETSc.InsertMode.ADD_VALUES if self.access is INC else PETSc.InsertMode.INSERT_VALUES
+        rows, cols = self.matrix.rows[start:stop], self.matrix.cols[start:stop]
+        shape = (stop - start, rows.shape[1], cols.shape[1])
+        values = self.values[: stop - start].reshape(shape)
+        self.mat.setValuesLocalRCV(rows, cols, values, addv=mode)
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """A loop of pyop3 in our terms, on pyop3's memory.
@@ -323,7 +358,7 @@ class Reading:
                 last = min(first + batch, size)
                 call(first, last)
                 for element in self.elements:
-                    element.flush(first, last, None)
+                    element.flush(first, last)
         for matrix in self.matrices:
             matrix.changed()
 
@@ -688,7 +723,7 @@ class _Maker:
         same = all(
             w >= 0 and _same(given.sources[w], view) for w in np.unique(given.which[slots]).tolist()
         )
-        if not same or not np.array_equal(*np.broadcast_arrays(given.index[:, slots], target)):
+        if not same or not (given.index[:, slots] == target).all():
             raise _NotPlainError(f"{where}: what is packed is not what is unpacked")
         if kind == "write" and intent == "RW":
             return RW
@@ -955,7 +990,8 @@ class _Writer:
         import loopy as lp
         import pymbolic.primitives as p
 
-        writes, reads = [], []
+        writes: list[Any] = []
+        reads: list[Any] = []
         for (view, intent), formal in zip(
             call.arguments, call.code.default_entrypoint.args, strict=True
         ):
@@ -1095,11 +1131,12 @@ def _bind_matrix(p: Place, mat: Any, batch: int) -> tuple[Argument, MatrixValues
         (at[:, None] * p.components + slots).astype(np.int32), array.size, name="element matrices"
     )
     argument = Argument(array.reshape(-1), WRITE, Kind.INDIRECT, table, 1, 1, name=name)
-    sides = [
-        IndexTable(np.maximum(side, -1).astype(np.int32), 2**31 - 1, True, name)
+    rows, cols = (
+        np.ascontiguousarray(side, dtype=mat.getLGMap()[0].indices.dtype)
         for side in (matrix.rows, matrix.cols)
-    ]
-    return argument, Elements(mat, array, sides[0], sides[1], (1, 1), p.access)
+    )
+    matrix = replace(matrix, rows=rows, cols=cols)
+    return argument, Elements(mat, matrix, array, p.access)
 
 
 _positions_known: weakref.WeakKeyDictionary[Matrix, dict[Any, Any]] = weakref.WeakKeyDictionary()

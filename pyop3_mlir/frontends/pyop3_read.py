@@ -323,7 +323,9 @@ class Reader:
                 mask = frame.mask
                 if leaf.mask is not None:
                     full = np.broadcast_to(leaf.mask, (frame.size, *leaf.extents))
-                    here = full[(slice(None), *point)]
+                    here = full.reshape(frame.size, -1)[
+                        :, np.ravel_multi_index(point, leaf.extents)
+                    ]
                     mask = here if mask is None else mask & here
                 inner = _Frame(frame.size, values, mask)
                 for i in self._flat(loop.statements):
