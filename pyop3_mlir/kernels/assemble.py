@@ -719,7 +719,7 @@ class Builder:
         definition = self.definitions.get(value.source) if isinstance(value, Load) else None
         if definition is not None:
             named = [child.dim for child in value.children if isinstance(child, IndexOf)]
-            whole = value.source.shape == tuple(dim.extent for dim in named)
+            whole = definition.temporary.shape == tuple(dim.extent for dim in named)
             if whole and len(set(named)) == len(value.children) and set(named) == set(piece.dims):
                 own = {dim: IndexOf(new) for dim, new in zip(named, definition.dims, strict=True)}
                 slot = self.substitute(piece.slot, own)
