@@ -679,10 +679,16 @@ def combine_values(
 def _operand_map(
     load: Load, number: Mapping[Dim, int], rank: int, varying: bool
 ) -> AffineMap | None:
-    """The indexing map of a load whose indices are dimensions and constants, else None."""
+    """The indexing map of a load whose indices are dimensions and constants, else None.
+
+    A dimension that runs over a part of an axis only is none of linalg's: there the extents of the
+    operands are those of the loops.
+    """
     results: list[AffineExpr] = []
-    for index in load.children:
+    for index, extent in zip(load.children, load.source.shape, strict=True):
         if isinstance(index, IndexOf):
+            if index.dim.extent != extent:
+                return None
             results.append(AffineExpr.dimension(number[index.dim]))
         elif isinstance(index, Scalar):
             results.append(AffineExpr.constant(int(index.value)))

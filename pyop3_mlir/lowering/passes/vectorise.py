@@ -107,6 +107,10 @@ class _Lanes:
     offset: int = 0
 
 
+class _LaneNumbers(_Lanes):
+    """The number of each cell in the block."""
+
+
 @dataclass(frozen=True)
 class _Gather:
     """An element of a flat buffer for each cell of the block, not loaded yet."""
@@ -635,7 +639,7 @@ class _Nest:
             return index if isinstance(index, SSAValue) else _Constant(index, IndexType())
         if self.lane is not None:
             return e.index(self.lane)
-        return _Lanes(tuple(e.index(lane) for lane in range(self.width)))
+        return _LaneNumbers(tuple(e.index(lane) for lane in range(self.width)))
 
     def _operation(self, e: Emitter, op: Operation, operands: Sequence[_Value]) -> _Value:
         """One scalar operation of the body on whatever its operands are."""
@@ -644,6 +648,15 @@ class _Nest:
             return simple
         if all(isinstance(v, SSAValue | _Constant) for v in operands):
             return self._once(e, _copy(op, [self._scalar(e, v) for v in operands], None))
+        if isinstance(op, memref.LoadOp) and _is_float(op.res.type):
+            *uniform, last = operands
+            if isinstance(last, _LaneNumbers) and all(
+                isinstance(v, SSAValue | _Constant) for v in uniform
+            ):
+                # the same entry of a local tensor for each cell
+                memory, *indices = (self._scalar(e, v) for v in uniform)
+                type_ = VectorType(op.res.type, [self.width])
+                return _Vector(e.insert(vector.LoadOp(memory, [*indices, e.index(0)], type_)))
         if isinstance(op, memref.LoadOp) and len(operands) == 2 and _is_float(op.res.type):
             source, addresses = operands
             if isinstance(source, SSAValue) and isinstance(addresses, _Lanes):
