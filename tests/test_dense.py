@@ -24,7 +24,7 @@ from pyop3_mlir.kernels.program import (
 )
 
 Array = np.ndarray[Any, Any]
-SIZES = (1, 2, 3, 4, 5, 6)
+SIZES = (1, 2, 3, 4, 5, 6, 8, 9)
 CELLS = 40
 
 
@@ -96,7 +96,7 @@ def test_solve_is_as_good_as_lapack(n: int, condition: float) -> None:
     assert error(found, expected) < 20 * n * np.finfo(float).eps * condition
 
 
-@pytest.mark.parametrize("n", [4, 5, 6])
+@pytest.mark.parametrize("n", [4, 5, 6, 9])
 def test_elimination_has_a_small_residual_for_ill_conditioned_systems(n: int) -> None:
     # backward stability: the residual does not grow with the condition number
     a = random_matrices(n, 1e13)
@@ -198,7 +198,7 @@ def test_other_dtypes(n: int, dtype: Any) -> None:
     assert error(found, np.linalg.inv(a.astype(np.complex128))) < 500 * np.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, 4, 9])
 @pytest.mark.parametrize("columns", [(), (1,), (3,), (2, 3)])
 def test_batches_and_several_right_hand_sides(n: int, columns: tuple[int, ...]) -> None:
     rng = np.random.default_rng(4)

@@ -1,14 +1,15 @@
 """Determinant, inverse and solution of small dense systems, one for each cell.
 
-Up to 3 x 3 these are closed forms: cofactors over the determinant. Larger systems are factorised as
-LAPACK's ``getrf`` does it (Golub and Van Loan, Matrix Computations, 4th edition, algorithm 3.4.1:
-Gaussian elimination with partial pivoting), unrolled over the elimination steps into ordinary
-statements: the pivot by compares and selects, rows swapped by selects, so that lowering needs
-nothing special and nothing can hang. The inverse of a singular matrix has inf or nan entries.
+Up to 3 x 3 the inverse is a closed form: cofactors over the determinant. Larger systems are
+factorised as LAPACK's ``getrf`` does it (Golub and Van Loan, Matrix Computations, 4th edition,
+algorithm 3.4.1: Gaussian elimination with partial pivoting). Up to 8 x 8 that is straight-line code
+for all entries; beyond, every step of the elimination is a few statements over the rows and columns
+that remain. Pivots are found by compares and selects, and rows exchanged by selects, so that
+lowering needs nothing special and nothing can hang. The inverse of a singular matrix has inf or nan
+entries.
 
-Two forms: the ``*_entries`` functions map scalar expressions to scalar expressions (up to 3 x 3
-only); :func:`determinant`, :func:`inverse` and :func:`solve` read whole sources and give
-statements.
+Two forms: the ``*_entries`` functions map scalar expressions to scalar expressions;
+:func:`determinant`, :func:`inverse` and :func:`solve` read whole sources and give statements.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pyop3_mlir.kernels.program import (
 
 __all__ = [
     "CLOSED_FORM",
+    "UNROLLED",
     "determinant",
     "determinant_entries",
     "inverse",
@@ -44,14 +46,15 @@ __all__ = [
 ]
 
 CLOSED_FORM = 3
-"""The largest size for which there is a closed form."""
+"""The largest size for which the inverse is a closed form."""
+
+UNROLLED = 8
+"""The largest size for which the elimination is written out entry by entry."""
 
 Entries = npt.NDArray[np.object_]
 MakeOp = Callable[..., Expr]
-Matrix = Callable[[Expr, Expr], Expr]
-"""An entry of a matrix by its row and column."""
 
-# -- closed forms -----------------------------------------------------------------------------
+# -- entry by entry ---------------------------------------------------------------------------
 
 
 def determinant_entries(matrix: Entries, op: MakeOp = Op) -> Expr:
@@ -60,55 +63,93 @@ def determinant_entries(matrix: Entries, op: MakeOp = Op) -> Expr:
     Parameters
     ----------
     matrix
-        ``[n, n]`` array of scalar expressions, n at most :data:`CLOSED_FORM`.
+        ``[n, n]`` array of scalar expressions.
     op
         Makes operations (:meth:`~pyop3_mlir.kernels.assemble.Builder.op` folds constants).
 
     Returns
     -------
     Expr
-        The determinant.
+        The determinant: from the pivots of an elimination, whose relative error is eps times the
+        condition number. (The sum over the cofactors of a 3 x 3 matrix with singular values
+        s1 >= s2 >= s3 has one of eps (s1 / s2) (s1 / s3).)
     """
     n = _size(matrix.shape)
     if n == 0:
         raise ValueError("the determinant of a 0 x 0 matrix has no dtype")
-    if n > CLOSED_FORM:
-        raise ValueError(f"no closed form for the determinant of a {n} x {n} matrix")
-    if n == 1:
-        return matrix[0, 0]  # type: ignore[no-any-return]
     if n == 2:
         return _minor(matrix, (0, 1), (0, 1), op)
-    return _determinant_3(matrix, op)
-
-
-def _determinant_3(matrix: Entries, op: MakeOp) -> Expr:
-    """One step of elimination with a pivot, then the 2 x 2 formula.
-
-    The sum over cofactors has a relative error of eps (s1 / s2) (s1 / s3) for singular values
-    s1 >= s2 >= s3; this one, like LAPACK's, of eps s1 / s3.
-    """
-    rows = [list(matrix[k]) for k in range(3)]
-    swaps = []
-    for k in (1, 2):
-        larger = op("gt", _magnitude(rows[k][0], op), _magnitude(rows[0][0], op))
-        swaps.append(larger)
-        rows[0], rows[k] = (
-            [op("select", larger, a, b) for a, b in zip(rows[k], rows[0], strict=True)],
-            [op("select", larger, a, b) for a, b in zip(rows[0], rows[k], strict=True)],
-        )
-    pivot = rows[0][0]
-    zero, one = Scalar(0, pivot.dtype), Scalar(1, pivot.dtype)
-    # a column of zeros: the determinant is zero, not 0 / 0
-    scale = op("div", one, op("select", op("eq", pivot, zero), one, pivot))
-    reduced = np.empty((2, 2), object)
-    for k in (1, 2):
-        factor = op("mul", rows[k][0], scale)
-        for j in (1, 2):
-            reduced[k - 1, j - 1] = op("sub", rows[k][j], op("mul", factor, rows[0][j]))
-    value = op("mul", pivot, _minor(reduced, (0, 1), (0, 1), op))
-    for swap in swaps:
-        value = op("select", swap, op("neg", value), value)
+    factors = _Factors(matrix, op, keep_going=True)
+    value: Expr = factors.upper[0, 0]
+    for k in range(1, n):
+        value = op("mul", value, factors.upper[k, k])
+    for swaps, _ in factors.steps:
+        for _, swap in swaps:
+            value = op("select", swap, op("neg", value), value)
     return value
+
+
+class _Factors:
+    """The factors of a matrix of expressions: what was done to its rows, and what became of them.
+
+    Attributes
+    ----------
+    steps
+        For each column the rows below the diagonal that changed places with the diagonal's, each
+        with its condition, in order; then the multiples of the diagonal's row that were subtracted.
+    upper
+        The triangle.
+    """
+
+    def __init__(self, matrix: Entries, op: MakeOp, *, keep_going: bool = False) -> None:
+        n = _size(matrix.shape)
+        rows = [list(row) for row in matrix]
+        self.steps: list[tuple[list[tuple[int, Expr]], list[tuple[int, Expr]]]] = []
+        for k in range(n - 1):
+            swaps = []
+            for r in range(k + 1, n):
+                larger = op("gt", _magnitude(rows[r][k], op), _magnitude(rows[k][k], op))
+                swaps.append((r, larger))
+                _exchange(rows, k, r, larger, op)
+            pivot = rows[k][k]
+            zero, one = Scalar(0, pivot.dtype), Scalar(1, pivot.dtype)
+            if keep_going:
+                # nothing but zeros below: go on, the determinant is zero and not 0 / 0
+                pivot = op("select", op("eq", pivot, zero), one, pivot)
+            scale = op("div", one, pivot)
+            multiples = []
+            for r in range(k + 1, n):
+                multiple = op("mul", rows[r][k], scale)
+                multiples.append((r, multiple))
+                for c in range(k + 1, n):
+                    rows[r][c] = op("sub", rows[r][c], op("mul", multiple, rows[k][c]))
+            self.steps.append((swaps, multiples))
+        self.upper: Entries = np.empty((n, n), object)
+        for k, row in enumerate(rows):
+            self.upper[k, k:] = row[k:]
+
+    def solve(self, rhs: Sequence[Expr], op: MakeOp) -> list[Expr]:
+        """The solution for one right-hand side."""
+        rows = [[value] for value in rhs]
+        for k, (swaps, multiples) in enumerate(self.steps):
+            for r, swap in swaps:
+                _exchange(rows, k, r, swap, op)
+            for r, multiple in multiples:
+                rows[r][0] = op("sub", rows[r][0], op("mul", multiple, rows[k][0]))
+        found = [row[0] for row in rows]
+        for k in reversed(range(len(found))):
+            for c in range(k + 1, len(found)):
+                found[k] = op("sub", found[k], op("mul", self.upper[k, c], found[c]))
+            found[k] = op("div", found[k], self.upper[k, k])
+        return found
+
+
+def _exchange(rows: list[list[Expr]], k: int, r: int, condition: Expr, op: MakeOp) -> None:
+    """Exchange rows k and r where the condition holds."""
+    rows[k], rows[r] = (
+        [op("select", condition, b, a) for a, b in zip(rows[k], rows[r], strict=True)],
+        [op("select", condition, a, b) for a, b in zip(rows[k], rows[r], strict=True)],
+    )
 
 
 def _magnitude(value: Expr, op: MakeOp) -> Expr:
@@ -119,7 +160,7 @@ def _magnitude(value: Expr, op: MakeOp) -> Expr:
 
 
 def inverse_entries(matrix: Entries, op: MakeOp = Op) -> Entries:
-    """Inverse of a matrix of expressions by cofactors; parameters as :func:`determinant_entries`.
+    """Inverse of a matrix of expressions; parameters as :func:`determinant_entries`.
 
     Returns
     -------
@@ -130,7 +171,12 @@ def inverse_entries(matrix: Entries, op: MakeOp = Op) -> Entries:
     found = np.empty((n, n), object)
     if not n:
         return found
-    scale = op("div", Scalar(1, matrix[0, 0].dtype), determinant_entries(matrix, op))
+    zero, one = Scalar(0, matrix[0, 0].dtype), Scalar(1, matrix[0, 0].dtype)
+    if n > CLOSED_FORM:
+        identity = np.full((n, n), zero, object)
+        np.fill_diagonal(identity, one)
+        return solve_entries(matrix, identity, op)
+    scale = op("div", one, determinant_entries(matrix, op))
     for row, column in np.ndindex(n, n):
         if n == 1:
             found[row, column] = scale
@@ -140,7 +186,7 @@ def inverse_entries(matrix: Entries, op: MakeOp = Op) -> Entries:
 
 
 def solve_entries(matrix: Entries, rhs: Entries, op: MakeOp = Op) -> Entries:
-    """Solution X of ``matrix X = rhs``, by the inverse.
+    """Solution X of ``matrix X = rhs``.
 
     Parameters
     ----------
@@ -155,8 +201,13 @@ def solve_entries(matrix: Entries, rhs: Entries, op: MakeOp = Op) -> Entries:
         Expressions, shaped as ``rhs``.
     """
     n = _size(matrix.shape)
-    inverted = inverse_entries(matrix, op)
     found = np.empty(rhs.shape, object)
+    if n > CLOSED_FORM:
+        factors = _Factors(matrix, op)
+        for column in np.ndindex(*rhs.shape[1:]):
+            found[(slice(None), *column)] = factors.solve(list(rhs[(slice(None), *column)]), op)
+        return found
+    inverted = inverse_entries(matrix, op)
     for row, *columns in np.ndindex(*rhs.shape):
         value = op("mul", inverted[row, 0], rhs[(0, *columns)])
         for k in range(1, n):
@@ -209,7 +260,7 @@ def determinant(matrix: Source, batch: Sequence[Dim] = ()) -> tuple[list[Compute
     """
     make = _Maker(tuple(batch), matrix.dtype)
     n = make.check(matrix)
-    if n <= CLOSED_FORM:
+    if n <= UNROLLED:
         value = determinant_entries(make.entries(matrix)) if n else Scalar(1, matrix.dtype)
         return make.statements, make.define("det", (), value)
     steps = make.eliminate(matrix, None)
@@ -238,10 +289,17 @@ def inverse(matrix: Source, batch: Sequence[Dim] = ()) -> tuple[list[Compute], T
     if n > CLOSED_FORM:
         row, column = Dim("r", n), Dim("j", n)
         one, zero = Scalar(1, matrix.dtype), Scalar(0, matrix.dtype)
+        if n <= UNROLLED:
+            unit = [
+                Op("select", _equal(IndexOf(column), Scalar(k, INDEX)), one, zero) for k in range(n)
+            ]
+            return make.statements, make.solve_unrolled(matrix, unit, (column,))
         identity = make.define(
             "id", (row, column), Op("select", _equal(IndexOf(row), IndexOf(column)), one, zero)
         )
-        return make.statements, make.substitute_back(make.eliminate(matrix, identity), (column,))
+        return make.statements, make.substitute_back(
+            make.eliminate(matrix, identity, (column,)), (column,)
+        )
     row, column = Dim("r", n), Dim("c", n)
     r, c = IndexOf(row), IndexOf(column)
     if n == 0:
@@ -301,8 +359,12 @@ def solve(
             f"{matrix.name} ({matrix.dtype}{list(matrix.shape)})"
         )
     columns = tuple(Dim("j", extent) for extent in rhs.shape[lead + 1 :])
-    if n > CLOSED_FORM:
+    if n > UNROLLED:
         return make.statements, make.substitute_back(make.eliminate(matrix, rhs, columns), columns)
+    if n > CLOSED_FORM:
+        across = [IndexOf(dim) for dim in columns]
+        sides = [make.load(rhs, Scalar(k, INDEX), *across) for k in range(n)]
+        return make.statements, make.solve_unrolled(matrix, sides, columns)
     statements, inverted = inverse(matrix, make.batch)
     make.statements += statements
     row, inner = Dim("r", n), Dim("k", n)
@@ -362,52 +424,73 @@ class _Maker:
         self.statements.append(Compute((result,), dims, tuple(reductions), (body,)))
         return result
 
+    def solve_unrolled(
+        self, matrix: Source, rhs: Sequence[Expr], columns: Sequence[Dim]
+    ) -> Temporary:
+        """Factorise once, solve for each column, and put the rows together."""
+        factors = _Factors(self.entries(matrix), Op)
+        n = len(rhs)
+        bodies: list[Expr] = []
+
+        def keep(value: Expr) -> Expr:
+            """A load of ``value``, which the first statement will compute."""
+            bodies.append(value)
+            name = f"lu{len(bodies)}"
+            temporaries.append(
+                Temporary(name, tuple(dim.extent for dim in self.batch), value.dtype)
+            )
+            return self.load(temporaries[-1])
+
+        temporaries: list[Temporary] = []
+        zero = Scalar(0, np.int32)
+        factors.steps = [
+            (
+                # conditions are stored as integers
+                [(r, Op("ne", keep(Op("cast", c, dtype=np.int32)), zero)) for r, c in swaps],
+                [(r, keep(multiple)) for r, multiple in multiples],
+            )
+            for swaps, multiples in factors.steps
+        ]
+        for k in range(n):
+            factors.upper[k, k:] = [keep(value) for value in factors.upper[k, k:]]
+        self.statements.append(Compute(tuple(temporaries), self.batch, (), tuple(bodies)))
+        solution = factors.solve(rhs, Op)
+        dims = (*self.batch, *columns)
+        rows = tuple(
+            Temporary(f"x{k}", tuple(dim.extent for dim in dims), self.dtype) for k in range(n)
+        )
+        self.statements.append(Compute(rows, dims, (), tuple(solution)))
+        return self.stack(rows, columns)
+
+    def stack(self, rows: Sequence[Temporary], columns: Sequence[Dim]) -> Temporary:
+        """The rows as one temporary."""
+        row = Dim("r", len(rows))
+        across = [IndexOf(dim) for dim in columns]
+
+        def choose(low: int, high: int) -> Expr:
+            if high - low == 1:
+                return self.load(rows[low], *across)
+            middle = (low + high) // 2
+            upper = Op("lt", IndexOf(row), Scalar(middle, INDEX))
+            return Op("select", upper, choose(low, middle), choose(middle, high))
+
+        return self.define("x", (row, *columns), choose(0, len(rows)))
+
     def eliminate(
-        self, matrix: Source, rhs: Source | None, columns: Sequence[Dim] | None = None
+        self, matrix: Source, rhs: Source | None, columns: Sequence[Dim] = ()
     ) -> list[_Step]:
         """Gaussian elimination with partial pivoting; the matrix shrinks by one row each step."""
         n = matrix.shape[-1]
-        if rhs is not None and columns is None:
-            columns = [Dim("j", extent) for extent in rhs.shape[len(self.batch) + 1 :]]
-        across = [IndexOf(dim) for dim in columns or ()]
-        zero = Scalar(0, self.dtype)
+        across = [IndexOf(dim) for dim in columns]
         first = Scalar(0, INDEX)
         steps = []
-        for size in range(n, 0, -1):
-            row, column = Dim("r", size), Dim("c", size)
-            pivot = None if size == 1 else self.define("piv", (), self._pivot(matrix, size))
-
-            def swapped(
-                index: Expr, source: Source, rest: Sequence[Expr], pivot: Temporary | None = pivot
-            ) -> Expr:
-                """Entry of row ``index`` > 0 once the first and the pivot row changed places."""
-                assert pivot is not None
-                is_pivot = _equal(index, Op("cast", self.load(pivot), dtype=INDEX))
-                return Op(
-                    "select",
-                    is_pivot,
-                    self.load(source, first, *rest),
-                    self.load(source, index, *rest),
-                )
-
-            def chosen(
-                source: Source,
-                dims: Sequence[Dim],
-                pivot: Temporary | None = pivot,
-                row: Dim = row,
-            ) -> Temporary:
-                """The pivot row."""
-                rest = [IndexOf(dim) for dim in dims]
-                if pivot is None:
-                    return self.define("u", dims, self.load(source, first, *rest))
-                is_pivot = _equal(IndexOf(row), Op("cast", self.load(pivot), dtype=INDEX))
-                body = Op("select", is_pivot, self.load(source, IndexOf(row), *rest), zero)
-                return self.define("u", dims, body, (row,))
-
-            u = chosen(matrix, (column,))
-            v = chosen(rhs, columns or ()) if rhs is not None else None
+        for number in range(n):
+            size = n - number
+            pivot = self.define(f"piv{number}", (), self._pivot(matrix, size)) if size > 1 else None
+            u = self._pivot_row(f"u{number}", matrix, pivot, [Dim("c", size)])
+            v = self._pivot_row(f"v{number}", rhs, pivot, columns) if rhs is not None else None
             steps.append(_Step(pivot, u, v))
-            if size == 1:
+            if pivot is None:
                 break
             row, column = Dim("r", size - 1), Dim("c", size - 1)
             below = Op("add", IndexOf(row), Scalar(1, INDEX))
@@ -415,19 +498,39 @@ class _Maker:
             divisor = self.load(u, first)
             if rhs is None:
                 # for a determinant: what is below a zero pivot is zero, and so is the result
-                one = Scalar(1, self.dtype)
+                one, zero = Scalar(1, self.dtype), Scalar(0, self.dtype)
                 divisor = Op("select", _equal(divisor, zero), one, divisor)
-            factor = self.define("l", (row,), Op("div", swapped(below, matrix, [first]), divisor))
+            leading = self._exchanged(matrix, pivot, below, [first])
+            factor = self.define(f"l{number}", (row,), Op("div", leading, divisor))
             multiplier = self.load(factor, IndexOf(row))
             product = Op("mul", multiplier, self.load(u, right))
-            body = Op("sub", swapped(below, matrix, [right]), product)
-            if rhs is not None:
-                assert v is not None
+            body = Op("sub", self._exchanged(matrix, pivot, below, [right]), product)
+            if rhs is not None and v is not None:
                 product = Op("mul", multiplier, self.load(v, *across))
-                reduced = Op("sub", swapped(below, rhs, across), product)
-                rhs = self.define("b", (row, *(columns or ())), reduced)
-            matrix = self.define("a", (row, column), body)
+                reduced = Op("sub", self._exchanged(rhs, pivot, below, across), product)
+                rhs = self.define(f"b{number}", (row, *columns), reduced)
+            matrix = self.define(f"a{number}", (row, column), body)
         return steps
+
+    def _is_pivot(self, pivot: Temporary, row: Expr) -> Expr:
+        return _equal(row, Op("cast", self.load(pivot), dtype=INDEX))
+
+    def _exchanged(self, source: Source, pivot: Temporary, row: Expr, rest: Sequence[Expr]) -> Expr:
+        """Entry of a row > 0 after the first row and the pivot row changed places."""
+        first = self.load(source, Scalar(0, INDEX), *rest)
+        return Op("select", self._is_pivot(pivot, row), first, self.load(source, row, *rest))
+
+    def _pivot_row(
+        self, name: str, source: Source, pivot: Temporary | None, dims: Sequence[Dim]
+    ) -> Temporary:
+        rest = [IndexOf(dim) for dim in dims]
+        if pivot is None:
+            return self.define(name, dims, self.load(source, Scalar(0, INDEX), *rest))
+        row = Dim("r", source.shape[len(self.batch)])
+        entry = self.load(source, IndexOf(row), *rest)
+        zero = Scalar(0, self.dtype)
+        chosen = Op("select", self._is_pivot(pivot, IndexOf(row)), entry, zero)
+        return self.define(name, dims, chosen, (row,))
 
     def _pivot(self, matrix: Source, size: int) -> Expr:
         """Number of the row whose first entry is largest in magnitude, the first of several."""
@@ -446,33 +549,16 @@ class _Maker:
     def substitute_back(self, steps: Sequence[_Step], columns: Sequence[Dim]) -> Temporary:
         """Solve with the triangle that the elimination left, from the last row upwards."""
         across = [IndexOf(dim) for dim in columns]
-        first = Scalar(0, INDEX)
-        found: Temporary | None = None
+        found: list[Temporary] = []
         for step in reversed(steps):
             assert step.pivot_rhs is not None
-            size = step.pivot_row.shape[-1]
             value = self.load(step.pivot_rhs, *across)
-            if found is not None:
-                inner = Dim("k", size - 1)
-                after = Op("add", IndexOf(inner), Scalar(1, INDEX))
-                known = Op(
-                    "mul",
-                    self.load(step.pivot_row, after),
-                    self.load(found, IndexOf(inner), *across),
-                )
-                total = self.define("s", columns, known, (inner,))
-                value = Op("sub", value, self.load(total, *across))
-            value = Op("div", value, self.load(step.pivot_row, first))
-            row = Dim("r", size)
-            if found is not None:
-                top = self.load(self.define("x", columns, value), *across)
-                above = Op("max", Op("sub", IndexOf(row), Scalar(1, INDEX)), first)
-                value = Op(
-                    "select", _equal(IndexOf(row), first), top, self.load(found, above, *across)
-                )
-            found = self.define("x", (row, *columns), value)
-        assert found is not None
-        return found
+            for place, known in enumerate(found, 1):
+                factor = self.load(step.pivot_row, Scalar(place, INDEX))
+                value = Op("sub", value, Op("mul", factor, self.load(known, *across)))
+            value = Op("div", value, self.load(step.pivot_row, Scalar(0, INDEX)))
+            found.insert(0, self.define(f"x{len(steps) - len(found) - 1}", columns, value))
+        return self.stack(found, columns)
 
 
 def _equal(a: Expr, b: Expr) -> Expr:
