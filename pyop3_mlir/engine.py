@@ -89,6 +89,11 @@ class Module:
     schedule: Schedule
     device: Device
 
+    def __post_init__(self) -> None:
+        if not self.device.is_host:
+            # a thread does one cell, whatever the width of a CPU's blocks
+            object.__setattr__(self, "schedule", replace(self.schedule, width=1))
+
     @property
     def identity(self) -> tuple[Any, ...]:
         """What loaded modules are found by in this process."""

@@ -19,7 +19,15 @@ from typing import Any
 
 from pyop3_mlir.errors import DeviceError
 
-__all__ = ["Device", "DeviceInfo", "Target", "available", "get_device"]
+__all__ = [
+    "Device",
+    "DeviceInfo",
+    "Target",
+    "available",
+    "get_device",
+    "gpu_target",
+    "offline_device",
+]
 
 STACK_LIMIT = 2 * 1024 * 1024
 """Bytes of local memory that a compiled function may hold on the stack."""
@@ -368,20 +376,62 @@ def _gpus(kind: str) -> list[DeviceInfo]:
 def _gpu_target(kind: str, number: int, info: DeviceInfo) -> Target:
     if kind == "cuda":
         major, minor = _cuda_capability(number)
-        # IREE 3.13 refuses sm_90 and later; their drivers compile the PTX of sm_89
-        name = f"sm_{min(major * 10 + minor, 89)}"
-        backend, flags = "cuda", (f"--iree-cuda-target={name}",)
-    elif kind == "hip":
-        name = _hip_architectures()[number]
-        backend, flags = "rocm", (f"--iree-rocm-target={name}",)
-    else:
-        if not info.f64:
-            raise DeviceError("it has no double precision")
-        name = _vulkan_target(info.name)
-        backend, flags = "vulkan-spirv", (f"--iree-vulkan-target={name}",)
-    return Target(
-        backend, name, frozenset(), (f"--iree-hal-target-device={kind}", *flags, *COMMON_FLAGS)
-    )
+        return gpu_target(kind, f"sm_{min(major * 10 + minor, _NEWEST_CUDA)}")
+    if kind == "hip":
+        return gpu_target(kind, _hip_architectures()[number])
+    if not info.f64:
+        raise DeviceError("it has no double precision")
+    return gpu_target(kind, _vulkan_target(info.name))
+
+
+# IREE 3.13 refuses sm_90 and later; their drivers compile the PTX of sm_89
+_NEWEST_CUDA = 89
+
+_GPU_BACKENDS = {
+    "cuda": ("cuda", "--iree-cuda-target="),
+    "hip": ("rocm", "--iree-rocm-target="),
+    "vulkan": ("vulkan-spirv", "--iree-vulkan-target="),
+}
+
+
+def gpu_target(kind: str, architecture: str) -> Target:
+    """What to compile for GPUs of an architecture, whether there is one here or not.
+
+    Parameters
+    ----------
+    kind
+        ``cuda``, ``hip`` or ``vulkan``.
+    architecture
+        As IREE names it: ``sm_80`` (any newer GPU runs it as well), ``gfx90a``, ``ampere``.
+
+    Raises
+    ------
+    DeviceError
+        For another kind.
+    """
+    if kind not in _GPU_BACKENDS:
+        raise DeviceError(f"{kind!r} is no kind of GPU; there are {', '.join(_GPU_BACKENDS)}")
+    backend, flag = _GPU_BACKENDS[kind]
+    flags = (f"--iree-hal-target-device={kind}", flag + architecture, *COMMON_FLAGS)
+    return Target(backend, architecture, frozenset(), flags)
+
+
+def offline_device(kind: str, architecture: str) -> Device:
+    """A GPU to compile for, which need not be here; nothing can run on it.
+
+    Parameters and errors are those of :func:`gpu_target`.
+    """
+    name = f"{kind} {architecture}"
+    atomics = _has_f64_atomics(kind, architecture)
+    info = DeviceInfo(name, architecture, None, f64=True, f64_atomics=atomics)
+    return Device(f"{kind}:0", info, gpu_target(kind, architecture), None, 0)
+
+
+def _has_f64_atomics(kind: str, architecture: str) -> bool:
+    if kind == "cuda":
+        return int(architecture.removeprefix("sm_")) >= 60
+    # IREE has no lowering to Vulkan's atomic addition of doubles
+    return kind == "hip" and architecture.startswith(("gfx90a", "gfx94", "gfx95"))
 
 
 def _library(*names: str) -> ctypes.CDLL:
@@ -408,11 +458,11 @@ def _cuda_capability(number: int) -> tuple[int, int]:
 
 
 def _describe_cuda(number: int, _: str) -> tuple[int | None, bool, bool]:
-    major, _minor = _cuda_capability(number)
+    major, minor = _cuda_capability(number)
     cuda = _library("cuda")
     size = ctypes.c_size_t()
     memory = None if cuda.cuDeviceTotalMem_v2(ctypes.byref(size), number) else size.value
-    return memory, True, major >= 6
+    return memory, True, _has_f64_atomics("cuda", f"sm_{major * 10 + minor}")
 
 
 @memoise
@@ -433,7 +483,7 @@ def _hip_architectures() -> list[str]:
 
 def _describe_hip(number: int, _: str) -> tuple[int | None, bool, bool]:
     name = _hip_architectures()[number]
-    return None, True, name.startswith(("gfx90a", "gfx94", "gfx95"))
+    return None, True, _has_f64_atomics("hip", name)
 
 
 def _vulkan_target(name: str) -> str:
@@ -449,8 +499,7 @@ def _describe_vulkan(number: int, name: str) -> tuple[int | None, bool, bool]:
     memory, f64 = next(
         (memory, f64) for found, memory, f64 in devices if found and name.startswith(found)
     )
-    # IREE has no lowering to Vulkan's atomic addition of doubles
-    return memory, f64, False
+    return memory, f64, _has_f64_atomics("vulkan", "")
 
 
 @memoise

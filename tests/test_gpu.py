@@ -1,0 +1,353 @@
+"""GPUs: loops on a Vulkan device, where there is one, and the code that is made for others.
+
+Mesa's llvmpipe is a real Vulkan device with memory of its own, on which loops run without a GPU. For
+CUDA and ROCm loops are compiled only, and the assembly is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import scipy.sparse
+from builder import KernelBuilder, dims_of, entry
+from meshes import one_cell_periodic, random_map
+from reference import run_parloop_reference
+from test_engine import (
+    action,
+    action_loop,
+    check,
+    differences,
+    every_access,
+    scaling,
+    smoothing,
+    whole,
+)
+
+from pyop3_mlir import engine
+from pyop3_mlir.bench.cases import case_named
+from pyop3_mlir.errors import DeviceError, UnsupportedLoopError
+from pyop3_mlir.kernels.program import Op
+from pyop3_mlir.lowering.pipeline import WORKGROUP, lower
+from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
+from pyop3_mlir.parloop import (
+    INC,
+    MAX,
+    MIN,
+    READ,
+    WRITE,
+    Argument,
+    IndexTable,
+    IterationSet,
+    Parloop,
+)
+from pyop3_mlir.planning import csr_pattern, csr_positions
+from pyop3_mlir.runtime.compile import compile_module
+from pyop3_mlir.runtime.devices import get_device, offline_device
+
+STRATEGIES = ("in_order", "colour", "segmented")
+
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+batchings = pytest.mark.parametrize("batching", BATCHINGS)
+
+
+# ---------------------------------------------------------------------------------------------
+# On a Vulkan device
+
+
+@pytest.fixture(scope="session")
+def vulkan():
+    """A Vulkan device with double precision."""
+    try:
+        return get_device("vulkan")
+    except DeviceError as error:
+        pytest.skip(f"{error} (Debian: mesa-vulkan-drivers and libvulkan1)")
+
+
+@strategies
+@batchings
+def test_every_access_mode_and_kind(vulkan, strategy, batching):
+    schedule = Schedule(strategy, batching)
+    check(lambda: every_access("float64", reductions=strategy != "colour"), schedule, vulkan)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "complex128"])
+def test_every_access_mode_and_kind_of_other_types(vulkan, dtype):
+    check(lambda: every_access(dtype), Schedule("segmented"), vulkan)
+
+
+@strategies
+def test_any_number_of_cells(vulkan, strategy):
+    """Around the size of a workgroup, too."""
+    for cells in (0, 1, 2, WORKGROUP - 1, WORKGROUP, 2 * WORKGROUP + 1):
+        values = random_map(cells, 3, 9, cells)
+        check(lambda values=values: action_loop(values, 9), Schedule(strategy), vulkan)
+
+
+@strategies
+def test_range_of_iterations(vulkan, strategy):
+    values = random_map(41, 3, 19, 1)
+    ours, theirs = action_loop(values, 19), action_loop(values, 19)
+    loop = engine.compile(ours, vulkan, Schedule(strategy))
+    for start, stop in [(0, 0), (0, 5), (3, 20), (40, 41), (3, 20), (0, 41)]:
+        loop(start, stop)
+        run_parloop_reference(theirs, start, stop)
+        assert differences(ours, theirs) == {}, (start, stop)
+
+
+@strategies
+@pytest.mark.parametrize("what", ["permuted", "repeated"])
+def test_subset(vulkan, strategy, what):
+    rng = np.random.default_rng(8)
+    entities = rng.permutation(33)[:21] if what == "permuted" else rng.integers(0, 33, 27)
+    iterations = IterationSet(len(entities), entities=entities.astype(np.int32))
+    values = random_map(33, 3, 15, 4)
+    check(lambda: action_loop(values, 15, iterations), Schedule(strategy), vulkan)
+
+
+@strategies
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_one_cell_that_touches_one_target_three_times(vulkan, strategy, access):
+    values = one_cell_periodic(3)
+    check(lambda: action_loop(values, 1, access=access), Schedule(strategy), vulkan)
+
+
+@strategies
+def test_last_cell_wins_where_targets_are_shared(vulkan, strategy):
+    values = random_map(300, 3, 8, 12)
+    check(lambda: action_loop(values, 8, access=WRITE), Schedule(strategy), vulkan)
+
+
+@strategies
+def test_negative_entries_read_as_zero_and_are_dropped(vulkan, strategy):
+    values = random_map(43, 3, 17, 6, negative=0.3)
+    check(lambda: action_loop(values, 17, negative=True), Schedule(strategy), vulkan)
+
+
+def test_cells_see_what_cells_before_them_stored(vulkan):
+    check(smoothing(), Schedule(), vulkan)
+
+
+@pytest.mark.parametrize("strategy", ["colour", "segmented"])
+def test_matrix(vulkan, strategy):
+    """Against scipy's own assembly."""
+    cells, nodes = 150, 30
+    rng = np.random.default_rng(3)
+    table = IndexTable(random_map(cells, 3, nodes, 3), nodes)
+    matrices = whole(rng, (cells, 3, 3), float)
+    indptr, indices = csr_pattern(table, table, nodes, nodes)
+    data = np.zeros(len(indices))
+    loop = Parloop(
+        scaling(3, 3),
+        IterationSet(cells),
+        [
+            Argument.matrix(data, INC, csr_positions(indptr, indices, table, table), table),
+            Argument.direct(matrices, READ),
+            Argument.direct(np.ones(cells), READ),
+        ],
+    )
+    engine.compile(loop, vulkan, Schedule(strategy))()
+    rows = np.repeat(table.values, 3, axis=1).reshape(-1)
+    columns = np.tile(table.values, (1, 3)).reshape(-1)
+    expected = scipy.sparse.coo_matrix((matrices.reshape(-1), (rows, columns)), (nodes, nodes))
+    found = scipy.sparse.csr_matrix((data, indices, indptr), (nodes, nodes))
+    np.testing.assert_array_equal(found.toarray(), expected.toarray())
+
+
+@pytest.mark.parametrize(
+    "schedule", [Schedule("segmented"), Schedule("segmented", "flat")], ids=str
+)
+def test_a_finite_element_action(vulkan, schedule):
+    """Contractions and tables, to rounding, against the engine on the CPU."""
+    case = case_named("laplace_p2_triangle_action")
+    ours, theirs = case.loop(0.001), case.loop(0.001)
+    engine.compile(ours.parloop, vulkan, schedule)()
+    engine.compile(theirs.parloop, "cpu", Schedule())()
+    scale = np.abs(theirs.output).max()
+    assert np.abs(ours.output - theirs.output).max() < 1e-14 * scale
+
+
+def test_atomics_are_refused_where_the_device_has_none(vulkan):
+    with pytest.raises(UnsupportedLoopError, match=r"loop action: .*no atomic addition"):
+        engine.compile(action_loop(random_map(9, 3, 9, 1), 9), vulkan, Schedule("atomic"))
+
+
+def test_memory_that_is_not_there_is_an_error_that_names_the_loop(vulkan):
+    """The array is as large as all memory; the system gives it out only as it is written to."""
+    assert vulkan.info.memory is not None
+    huge = np.zeros(2 * vulkan.info.memory // 8)
+    loop = Parloop(
+        scaling(1),
+        IterationSet(4),
+        [
+            Argument.direct(huge, WRITE, "huge"),
+            Argument.direct(np.ones(4), READ),
+            Argument.direct(np.ones(4), READ),
+        ],
+    )
+    with pytest.raises(DeviceError, match=r"loop scaling, operand \d.*vulkan:0.*bytes\) cannot"):
+        engine.compile(loop, vulkan, Schedule("colour"))
+    assert huge[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# What is compiled for CUDA and ROCm
+
+
+def _shared_loop():
+    """A loop with a contraction that adds to shared targets, as ``(kernel, spec)``."""
+    loop = action_loop(random_map(41, 3, 19, 1), 19)
+    return loop.kernel, loop.spec
+
+
+@cache
+def compiled(kind: str, architecture: str, schedule: Schedule) -> bytes:
+    """The module of :func:`_shared_loop`."""
+    text = lower(*_shared_loop(), schedule, 0, kind)
+    return compile_module(text, offline_device(kind, architecture), cache=None)
+
+
+def kernels(module: bytes) -> dict[str, str]:
+    """The PTX of each kernel in a module for CUDA, by name."""
+    texts = [text.decode() for text in re.findall(rb"//\n// Generated by.*?\0", module, re.S)]
+    parts = [part for text in texts for part in text.split(".visible .entry ")[1:]]
+    return {part.split("(", 1)[0]: part for part in parts}
+
+
+def threads(kernel: str) -> int:
+    """Threads of a workgroup."""
+    found = re.search(r"\.maxntid (\d+), 1, 1", kernel)
+    assert found is not None
+    return int(found[1])
+
+
+gpu_schedules = pytest.mark.parametrize(
+    "schedule",
+    [Schedule(s, b) for s in ("colour", "segmented", "atomic") for b in BATCHINGS],
+    ids=str,
+)
+
+
+@gpu_schedules
+def test_cuda_kernels_of_ours_use_whole_workgroups(schedule):
+    found = kernels(compiled("cuda", "sm_80", schedule))
+    own = {name for name in found if not name.startswith("loop_dispatch")}
+    assert own == {
+        "scatter" if schedule.batching == "flat" else "loop",
+        *(["reduce_0"] if schedule.strategy == "segmented" else []),
+    }
+    assert {threads(found[name]) for name in own} == {WORKGROUP}
+    # IREE's own, see docs/devices.md
+    assert all(threads(kernel) >= 32 for kernel in found.values())
+
+
+@gpu_schedules
+def test_cuda_kernels_compute_in_double_precision(schedule):
+    text = "".join(kernels(compiled("cuda", "sm_80", schedule)).values())
+    # IREE's own contractions do not fuse the two
+    product = "fma" if schedule.batching == "blocked" else "mul"
+    assert re.search(rf"\b{product}\.rn\.f64\b", text)
+    assert not re.search(r"\.f(16|32)\b", text)
+
+
+def test_one_thread_where_order_matters():
+    found = kernels(compiled("cuda", "sm_80", Schedule()))
+    assert {name: threads(kernel) for name, kernel in found.items()} == {"loop": 1}
+
+
+@batchings
+def test_cuda_adds_by_relaxed_atomics_of_the_gpu(batching):
+    found = kernels(compiled("cuda", "sm_80", Schedule("atomic", batching)))
+    kernel = found["loop" if batching == "blocked" else "scatter"]
+    atomics = re.findall(r"\b(?:atom|red)\.\S+", kernel)
+    assert set(atomics) <= {"atom.relaxed.gpu.global.add.f64", "red.relaxed.gpu.global.add.f64"}
+    assert len(atomics) == 3
+
+
+@pytest.mark.parametrize("strategy", ["colour", "segmented"])
+def test_cuda_uses_atomics_in_the_atomic_strategy_only(strategy):
+    text = "".join(kernels(compiled("cuda", "sm_80", Schedule(strategy))).values())
+    assert not re.search(r"\b(?:atom|red)\.", text)
+
+
+def test_cuda_keeps_small_kernels_in_registers():
+    found = kernels(compiled("cuda", "sm_80", Schedule("atomic")))
+    assert ".local" not in found["loop"]
+
+
+@pytest.mark.parametrize(
+    ("access", "dtype", "expected"),
+    [
+        (INC, "int32", {"add.u32"}),
+        (MIN, "int32", {"min.s32"}),
+        (MAX, "uint32", {"max.u32"}),
+        (INC, "float32", {"add.f32"}),
+        # no instruction of its own: a loop that compares and swaps
+        (MIN, "float64", {"cas.b64"}),
+    ],
+    ids=lambda value: getattr(value, "name", value if isinstance(value, str) else None),
+)
+def test_cuda_atomics_of_every_kind(access, dtype, expected):
+    k = KernelBuilder("atomics")
+    y, x = k.argument(2, dtype=dtype), k.argument(2, dtype=dtype)
+    (i,) = dims_of((2,))
+    k.store(y, (i,), Op("add", entry(x, i), entry(x, i)))
+    table = IndexTable(random_map(9, 2, 5, 1), 5)
+    loop = Parloop(
+        k.kernel(),
+        IterationSet(9),
+        [
+            Argument.indirect(np.zeros(5, dtype), access, table),
+            Argument.direct(np.zeros((9, 2), dtype), READ),
+        ],
+    )
+    text = lower(loop.kernel, loop.spec, Schedule("atomic"), 0, "cuda")
+    module = compile_module(text, offline_device("cuda", "sm_80"), cache=None)
+    found = re.findall(r"\b(?:atom|red)\.relaxed\.(?:gpu\.)?global\.(\S+)", kernels(module)["loop"])
+    assert set(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("cuda", "sm_89"), ("hip", "gfx90a"), ("hip", "gfx942")]
+)
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule("colour"), Schedule("segmented", "flat"), Schedule("atomic")],
+    ids=str,
+)
+def test_other_architectures_compile(kind, architecture, schedule):
+    module = compiled(kind, architecture, schedule)
+    if kind == "cuda":
+        assert kernels(module)
+    else:
+        assert b"\x7fELF" in module, "AMD's code objects are ELF files"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_complex_numbers_compile(kind):
+    loop = every_access("complex128")
+    text = lower(loop.kernel, loop.spec, Schedule("segmented"), 0, kind)
+    architecture = {"cuda": "sm_80", "hip": "gfx90a"}[kind]
+    assert compile_module(text, offline_device(kind, architecture), cache=None)
+
+
+def test_complex_numbers_are_not_added_atomically():
+    table = IndexTable(random_map(9, 3, 5, 1), 5)
+    y, x, d = (np.zeros(n, complex) for n in (5, 5, 9))
+    loop = Parloop(
+        action(complex),
+        IterationSet(9),
+        [
+            Argument.indirect(y, INC, table),
+            Argument.indirect(x, READ, table),
+            Argument.direct(d, READ),
+        ],
+    )
+    assert "complex" in (engine.impossible(loop, "atomic", offline_device("cuda", "sm_80")) or "")
+
+
+def test_an_unknown_architecture_is_refused_by_name():
+    with pytest.raises(DeviceError, match="'metal' is no kind of GPU; there are cuda, hip, vulkan"):
+        offline_device("metal", "m1")
