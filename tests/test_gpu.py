@@ -1,6 +1,6 @@
 """GPUs: loops on a Vulkan device, where there is one, and the code that is made for others.
 
-Mesa's llvmpipe is a real Vulkan device with memory of its own, on which loops run without a GPU. For
+Mesa's llvmpipe is a real Vulkan device with memory of its own: loops run on it without a GPU. For
 CUDA and ROCm loops are compiled only, and the assembly is looked at.
 """
 
@@ -334,15 +334,17 @@ def test_complex_numbers_compile(kind):
 
 
 def test_complex_numbers_are_not_added_atomically():
+    k = KernelBuilder("complex_sum")
+    y, x = k.argument(3, dtype=complex), k.argument(3, dtype=complex)
+    (i,) = dims_of((3,))
+    k.store(y, (i,), entry(x, i))
     table = IndexTable(random_map(9, 3, 5, 1), 5)
-    y, x, d = (np.zeros(n, complex) for n in (5, 5, 9))
     loop = Parloop(
-        action(complex),
+        k.kernel(),
         IterationSet(9),
         [
-            Argument.indirect(y, INC, table),
-            Argument.indirect(x, READ, table),
-            Argument.direct(d, READ),
+            Argument.indirect(np.zeros(5, complex), INC, table),
+            Argument.direct(np.zeros((9, 3), complex), READ),
         ],
     )
     assert "complex" in (engine.impossible(loop, "atomic", offline_device("cuda", "sm_80")) or "")
