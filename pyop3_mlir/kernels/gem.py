@@ -372,7 +372,10 @@ def _unroll(expressions: Sequence[gem.Node], lvalues: Sequence[gem.Node]) -> lis
         if isinstance(node, gem.IndexSum) and (unrolled := chosen(node)):
             tensor = gem.ComponentTensor(node.children[0], unrolled)
             terms = [gem.Indexed(tensor, alpha) for alpha in np.ndindex(tensor.shape)]
-            summand = reduce(gem.Sum, (replacer(term, ()) for term in terms))
+            try:
+                summand = reduce(gem.Sum, (replacer(term, ()) for term in terms))
+            except AssertionError:  # as in _split_lists
+                return reuse_if_untouched(node, self)
             return self(_index_sum(summand, (i for i in node.multiindex if i not in unrolled)))
         return reuse_if_untouched(node, self)
 
@@ -431,11 +434,15 @@ def _split_lists(lvalue: gem.Node, expression: gem.Node) -> list[Assignment]:
     index = next((i for i in lvalue.free_indices if i in listed), None)
     if index is None:
         return [(lvalue, expression)]
-    return [
-        split
-        for value in range(index.extent)
-        for split in _split_lists(_fix(lvalue, index, value), _fix(expression, index, value))
-    ]
+    try:
+        fixed = [
+            (_fix(lvalue, index, value), _fix(expression, index, value))
+            for value in range(index.extent)
+        ]
+    except AssertionError:
+        # an entry does not depend on an index that is summed over: GEM cannot write that down
+        return [(lvalue, expression)]
+    return [split for pair in fixed for split in _split_lists(*pair)]
 
 
 def _split_deltas(lvalue: gem.Node, expression: gem.Node) -> list[Assignment]:
