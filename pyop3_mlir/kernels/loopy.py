@@ -666,7 +666,8 @@ class _Importer:
             return
         if kind == "CInstruction":
             code = instruction.code.strip()
-            if not code or code.startswith("PetscLogEvent"):
+            # a barrier, which TSFC writes to get round an error of a compiler, moves no data
+            if not code or code.startswith(("PetscLogEvent", "__sync_synchronize()")):
                 return
             raise UnsupportedLoopError(f"{frame.where}: instruction {instruction.id} is C code")
         self.executed += 1
