@@ -16,7 +16,6 @@ from builder import KernelBuilder, dims_of, entry
 from meshes import one_cell_periodic, random_map
 from reference import run_parloop_reference
 from test_engine import (
-    action,
     action_loop,
     check,
     differences,
