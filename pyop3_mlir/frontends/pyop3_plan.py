@@ -477,6 +477,16 @@ class _Trace:
         self.sources.append(thing)
         return len(self.sources) - 1
 
+    def resized(self, size: int) -> _Trace:
+        """The first entries, filled up with undefined ones."""
+        found = _Trace(size)
+        count = min(size, len(self.which))
+        found.sources = list(self.sources)
+        found.which[:count] = self.which[:count]
+        found.index = np.zeros((len(self.index), size), np.int64)
+        found.index[:, :count] = self.index[:, :count]
+        return found
+
     def put(self, at: Array, thing: Any, index: Array) -> None:
         """Set entries ``at`` to places ``index`` (``[n or 1, len(at)]``) of a source."""
         self.which[at] = self.source(thing)
@@ -531,12 +541,14 @@ class _Maker:
             if not self.is_temporary(view):
                 inputs[number] = view
                 continue
-            size = int(view.buffer.size)
-            trace = traces.setdefault(id(view.buffer), _Trace(size))
-            inputs[number] = trace
+            formal = call.code.default_entrypoint.args[number]
+            size = math.prod(int(e) for e in formal.shape)
+            trace = traces.setdefault(id(view.buffer), _Trace(int(view.buffer.size)))
+            inputs[number] = trace.resized(size)
             if intent != "READ":
-                after = _Trace(size)
-                after.put(np.arange(size), _Result(number), np.arange(size)[None])
+                after = trace.resized(len(trace.which))
+                count = min(size, len(trace.which))
+                after.put(np.arange(count), _Result(number), np.arange(count)[None])
                 traces[id(view.buffer)] = after
 
     def _move(self, statement: Assign, traces: dict[int, _Trace]) -> None:
@@ -633,11 +645,6 @@ class _Maker:
             if not isinstance(given, _Trace):
                 places.append(self._whole(given, intent, size))
                 continue
-            if len(given.which) != size:
-                raise UnsupportedLoopError(
-                    f"kernel {call.name}: {formal.name} has {size} entries, what is packed for it "
-                    f"{len(given.which)}"
-                )
             found = self._argument(call, formal.name, intent, shape, given, outputs.get(number, []))
             if len(found) > PARTS_LIMIT:
                 raise _NotPlainError("an argument of very many parts")
@@ -669,36 +676,40 @@ class _Maker:
         stored: list[tuple[str, Any, Array, Any]],
     ) -> list[tuple[Part, Place]]:
         where = f"kernel {call.name}, argument {name}"
+        missing = np.nonzero(given.which < 0)[0]
         if intent == "READ":
-            if (given.which < 0).any():
-                raise _NotPlainError(f"{where}: entries that nothing is packed for")
-            return self._pieces(
-                [
-                    (given.sources[w], np.nonzero(given.which == w)[0])
-                    for w in np.unique(given.which)
-                ],
-                given,
-                shape,
-            )
+            groups = [
+                (given.sources[w], np.nonzero(given.which == w)[0])
+                for w in np.unique(given.which[given.which >= 0])
+            ]
+            return self._pieces(groups, missing, given, shape, where)
         if not stored:
             raise _NotPlainError(f"{where}: results that are not stored")
         found: list[tuple[Part, Place]] = []
         covered = np.zeros(math.prod(shape), dtype=int)
-        for kind, view, slots, target in _merged(stored):
+        merged = _merged(stored)
+        for _, _, slots, _ in merged:
             np.add.at(covered, slots, 1)
-            part, order = _box(slots, shape)
+        if (covered > 1).any():
+            raise _NotPlainError(f"{where}: results that are stored more than once")
+        missing = np.nonzero(covered == 0)[0]
+        for kind, view, slots, target in merged:
             if isinstance(target, Insert):
+                part, order = _box(slots, shape)
                 matrix = Matrix(target.rows, target.cols, np.argsort(order))
-                components = len(slots)
                 self._check_zero(given, slots, intent, where)
-                access = _ACCESS[kind]
-                p = Place(view, access, Kind.INDIRECT, components, matrix=matrix)
+                p = Place(view, _ACCESS[kind], Kind.INDIRECT, len(slots), matrix=matrix)
                 found.append((part, p))
                 continue
             access = self._access(kind, intent, given, view, slots, target, where)
+            if missing.size:
+                # results that are not stored go nowhere
+                target, slots = _with_nothing(target, slots, missing)
+                missing = missing[:0]
+            part, order = _box(slots, shape)
             found.append((part, self.place(view, target[:, order], access)))
-        if (covered != 1).any():
-            raise _NotPlainError(f"{where}: results that are stored more than once, or in part")
+        if missing.size:
+            raise _NotPlainError(f"{where}: a matrix that only a part of the results goes to")
         return found
 
     def _access(
@@ -739,14 +750,26 @@ class _Maker:
             raise _NotPlainError(f"{where}: sums that do not start at zero")
 
     def _pieces(
-        self, groups: list[tuple[Any, Array]], given: _Trace, shape: tuple[int, ...]
+        self,
+        groups: list[tuple[Any, Array]],
+        missing: Array,
+        given: _Trace,
+        shape: tuple[int, ...],
+        where: str,
     ) -> list[tuple[Part, Place]]:
         found = []
+        if not groups:
+            raise _NotPlainError(f"{where}: nothing is packed for it")
         for source, slots in groups:
             if not isinstance(source, self.names.IndexedBuffer):
-                raise _NotPlainError("an argument that holds constants")
+                raise _NotPlainError(f"{where}: constants are packed for it")
+            offsets = given.index[:, slots]
+            if missing.size:
+                # the kernel finds anything there
+                offsets, slots = _with_nothing(offsets, slots, missing)
+                missing = missing[:0]
             part, order = _box(slots, shape)
-            found.append((part, self.place(source, given.index[:, slots[order]], READ)))
+            found.append((part, self.place(source, offsets[:, order], READ)))
         return found
 
     # -----------------------------------------------------------------------------------------
@@ -763,6 +786,12 @@ class _Maker:
                 case Insert():
                     raise UnsupportedLoopError("a matrix beside arithmetic")
         return writer.finish()
+
+
+def _with_nothing(offsets: Array, slots: Array, missing: Array) -> tuple[Array, Array]:
+    """Offsets and slots, with further slots that belong to nothing."""
+    nothing = np.full((len(offsets), len(missing)), -1)
+    return np.concatenate([offsets, nothing], axis=1), np.concatenate([slots, missing])
 
 
 def _merged(stored: list[tuple[str, Any, Array, Any]]) -> list[tuple[str, Any, Array, Any]]:
@@ -1131,11 +1160,9 @@ def _bind_matrix(p: Place, mat: Any, batch: int) -> tuple[Argument, MatrixValues
         (at[:, None] * p.components + slots).astype(np.int32), array.size, name="element matrices"
     )
     argument = Argument(array.reshape(-1), WRITE, Kind.INDIRECT, table, 1, 1, name=name)
-    rows, cols = (
-        np.ascontiguousarray(side, dtype=mat.getLGMap()[0].indices.dtype)
-        for side in (matrix.rows, matrix.cols)
-    )
-    matrix = replace(matrix, rows=rows, cols=cols)
+    kind = mat.getLGMap()[0].indices.dtype
+    sides = [np.ascontiguousarray(side, dtype=kind) for side in (matrix.rows, matrix.cols)]
+    matrix = replace(matrix, rows=sides[0], cols=sides[1])
     return argument, Elements(mat, matrix, array, p.access)
 
 

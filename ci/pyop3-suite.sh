@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# Run the tests of pyop3 and of Firedrake on it twice, with loopy and with this back end, and compare.
+#
+#   ci/pyop3-suite.sh DIR [PATH...]
+#
+# DIR is a checkout of Firedrake's branch with pyop3 (connorjward/pyop3), built for the Python in $PYTHON (default:
+# python), which must have this package, pytest and mpi-pytest as well. PATH names tests below DIR; without it
+# pyop3's own tests and the list below run.
+#
+# Prints passed and failed of each run, the tests that pass with loopy and fail with the back end, and the share of
+# loops that the back end ran. Exits with 1 if there are such tests. What pytest wrote stays in the folder that is
+# named at the end ($SUITE_OUTPUT, or a new one). Tests of several processes run where mpiexec is found, unless
+# SUITE_SERIAL=1. SUITE_TIMEOUT (seconds, default 600) bounds each file.
+set -euo pipefail
+
+[ $# -ge 1 ] && [ -d "$1/pyop3" ] || {
+    echo "usage: ci/pyop3-suite.sh DIR [PATH...] where DIR holds pyop3/ and tests/" >&2
+    exit 2
+}
+directory=$(cd "$1" && pwd)
+shift
+python=$(command -v "${PYTHON:-python}") || {
+    echo "ci/pyop3-suite.sh: there is no ${PYTHON:-python}" >&2
+    exit 2
+}
+
+regression=(
+    assemble bcs cofunction conditional constant expressions facet_avg facets function helmholtz helmholtz_mixed
+    identity integral_hex interior_facets interpolate matrix mixed_interior_facets mixed_mats mixed_tensor
+    nonlinear_helmholtz norm par_loops periodic_2d piola_mixed_fn poisson_mixed_no_bcs poisson_strong_bcs projection
+    pyop3 real_space restricted_function_space scaled_mass split steady_advection_2D subdomain_integrals
+    tensor_algebra tensor_elements upwind_flux vertex_based_limiter vfs_component_bcs
+)
+if [ $# -eq 0 ]; then
+    set -- tests/pyop3/test_direct_loop.py tests/pyop3/unit "${regression[@]/#/tests/firedrake/regression/test_}"
+    for name; do
+        [ -e "$directory/$name" ] && set -- "$@" "$name"
+        [ -e "$directory/$name.py" ] && set -- "$@" "$name.py"
+        shift
+    done
+fi
+
+output=${SUITE_OUTPUT:-$(mktemp -d "${TMPDIR:-/tmp}/pyop3-suite.XXXXXX")}
+mkdir -p "$output"
+cat >"$output/with_back_end.py" <<'PYTHON'
+"""A pytest plugin that installs the back end for all tests, and writes its report."""
+
+import json
+import os
+
+import firedrake  # noqa: F401
+
+from pyop3_mlir import frontends
+
+
+def pytest_configure(config):
+    frontends.install()
+
+
+def pytest_unconfigure(config):
+    content = frontends.report_as_dict()
+    with open(f"{os.environ['SUITE_REPORT']}.{os.getpid()}.json", "w") as file:
+        json.dump(content, file)
+PYTHON
+
+export OMP_NUM_THREADS=1 PYTHONPATH="$output:$directory${PYTHONPATH:+:$PYTHONPATH}" FIREDRAKE_DISABLE_OPTIONS_LEFT=1
+export SUITE_REPORT=$output/report
+if [ "${SUITE_SERIAL:-0}" = 1 ] || ! command -v mpiexec >/dev/null; then
+    select=(-m "not parallel")
+else
+    select=()
+fi
+
+run() {
+    local engine=$1 path file
+    shift
+    for path in "${paths[@]}"; do
+        file=$output/$engine.$(tr / . <<<"$path").xml
+        (cd "$directory" && timeout "${SUITE_TIMEOUT:-600}" "$python" -m pytest -q -p no:cacheprovider \
+            -W ignore "${select[@]}" --junitxml="$file" "$@" "$path") >"${file%.xml}.log" 2>&1 || true
+        [ -e "$file" ] || echo "$engine: $path did not finish; see ${file%.xml}.log" >&2
+    done
+}
+
+paths=("$@")
+run loopy
+PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -p with_back_end" run ours
+
+"$python" - "$output" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+output = Path(sys.argv[1])
+
+
+def outcomes(engine):
+    found = {}
+    for file in output.glob(f"{engine}.*.xml"):
+        for case in ElementTree.parse(file).iter("testcase"):
+            failed = case.find("failure") is not None or case.find("error") is not None
+            skipped = case.find("skipped") is not None
+            name = f"{case.get('classname')}::{case.get('name')}"
+            found[name] = "failed" if failed else "skipped" if skipped else "passed"
+    return found
+
+
+loopy, ours = outcomes("loopy"), outcomes("ours")
+for title, found in (("loopy", loopy), ("this back end", ours)):
+    counts = {kind: sum(o == kind for o in found.values()) for kind in ("passed", "failed", "skipped")}
+    print(f"{title}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+worse = sorted(name for name, outcome in loopy.items() if outcome == "passed" and ours.get(name) != "passed")
+for name in worse:
+    print(f"passes with loopy, {ours.get(name, 'missing')} with this back end: {name}")
+
+loops = [loop for file in output.glob("report.*.json") for loop in json.loads(file.read_text())["loops"]]
+for title, chosen in (
+    ("loops", loops),
+    ("loops with a local kernel", [loop for loop in loops if loop["name"] != "assignment"]),
+):
+    calls, lowered = (sum(loop[key] for loop in chosen) for key in ("calls", "lowered"))
+    print(f"{title}: {lowered} of {calls} calls lowered ({lowered / calls if calls else 1:.1%})")
+reasons = {}
+for loop in loops:
+    if loop["lowered"] < loop["calls"] and loop["name"] != "assignment":
+        reasons.setdefault(loop["reason"], [0, loop["name"]])[0] += loop["calls"] - loop["lowered"]
+for reason, (calls, name) in sorted(reasons.items(), key=lambda item: -item[1][0]):
+    print(f"  {calls} calls ran on loopy ({name}): {reason}")
+print(f"output: {output}")
+sys.exit(bool(worse))
+PYTHON
