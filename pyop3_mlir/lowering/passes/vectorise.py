@@ -222,9 +222,10 @@ class _Nest:
         self.parallel = [d for d in range(inner) if kinds[d] == IteratorType.PARALLEL]
         self.reductions = [d for d in range(inner) if kinds[d] == IteratorType.REDUCTION]
         self.tile = max(1, tile // len(self.outputs))
-        used = [operand.type for operand in (*op.inputs, *op.outputs)]
+        body = op.body.block
+        types = [*(a.type for a in body.args), *(r.type for o in body.ops for r in o.results)]
         # there are no vectors of complex numbers: their lanes are a loop
-        has_complex = any(isinstance(t.element_type, ComplexType) for t in used)  # type: ignore[attr-defined]
+        has_complex = any(isinstance(type_, ComplexType) for type_ in types)
         self.scalar = not self.varying or self.width == 1 or has_complex
 
     def _find_extents(self) -> list[int]:
@@ -661,7 +662,9 @@ class _Nest:
             source, addresses = operands
             if isinstance(source, SSAValue) and isinstance(addresses, _Lanes):
                 return _Gather(source, addresses)
-        scalar = isinstance(op, memref.LoadOp | func.CallOp) or not any(
+        # (xDSL has no casts of vectors to indices)
+        one_by_one = memref.LoadOp | func.CallOp | arith.IndexCastOp
+        scalar = isinstance(op, one_by_one) or not any(
             isinstance(v, _Vector | _Gather) or _is_float(_element(v)) for v in operands
         )
         if scalar:
