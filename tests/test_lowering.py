@@ -1,0 +1,260 @@
+"""The stages of lowering: which dialects they have, that they are valid, what they promise."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builder import KernelBuilder, dims_of, entry, total
+from loops import every_access, random_loop
+from xdsl.dialects import memref
+from xdsl.dialects.builtin import ModuleOp, TensorType
+
+from pyop3_mlir.kernels.program import Op, Scalar
+from pyop3_mlir.lowering.build import local_bytes, operand_types, segmented_arguments
+from pyop3_mlir.lowering.dialects import print_module
+from pyop3_mlir.lowering.passes.bufferise import ALIGNMENT
+from pyop3_mlir.lowering.pipeline import lower, stages
+from pyop3_mlir.lowering.schedule import Schedule
+from pyop3_mlir.parloop import INC, READ, WRITE, Argument, IndexTable, IterationSet, Parloop
+
+TENSOR = {"arith", "builtin", "complex", "func", "linalg", "math", "scf", "tensor"}
+UPSTREAM = TENSOR | {"memref", "vector"}
+
+
+def functions_loop():
+    """A kernel that calls the C library, in real and complex numbers."""
+    k = KernelBuilder("functions")
+    y, x = k.argument(2), k.argument(2)
+    (i,) = dims_of((2,))
+    wide = Op("cast", entry(x, i), dtype=complex)
+    terms = [
+        Op("erf", entry(x, i)),
+        Op("bessel_j", Scalar(1), entry(x, i)),
+        Op("pow", entry(x, i), entry(x, 0)),
+        Op("real", Op("tanh", wide)),
+    ]
+    k.store(y, (i,), total(*terms))
+    table = IndexTable(np.zeros((9, 2), np.int64), 1, allow_negative=True)
+    return Parloop(
+        k.kernel(),
+        IterationSet(9, entities=np.arange(9, dtype=np.int32)),
+        [
+            Argument.indirect(np.zeros(1), INC, table),
+            Argument.direct(np.zeros((9, 2)), READ),
+        ],
+    )
+
+
+LOOPS = {
+    "float64": lambda: every_access("float64"),
+    "complex128": lambda: every_access("complex128"),
+    "int64": lambda: every_access("int64"),
+    "functions": functions_loop,
+    "random": random_loop(11),
+}
+SCHEDULES = [
+    Schedule(),
+    Schedule("in_order", width=1),
+    Schedule("segmented", width=4, tile=3, unroll=2),
+]
+every_loop = pytest.mark.parametrize("loop", LOOPS)
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+
+
+def dialects(module: ModuleOp) -> set[str]:
+    return {op.name.split(".")[0] for op in module.walk()}
+
+
+def upstream_accepts(texts, tmp_path):
+    """Let IREE's MLIR parse and verify modules, all in one process."""
+    path = tmp_path / "stages.mlir"
+    path.write_text("\n// -----\n".join(texts))
+    tool = Path(sys.executable).parent / "iree-opt"
+    command = [tool, "--split-input-file", path, "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@every_loop
+@every_schedule
+def test_stages_are_valid_and_upstream(loop, schedule, tmp_path):
+    """xDSL verifies each stage, IREE's MLIR reads it, and only the last one has other dialects."""
+    parloop = LOOPS[loop]()
+    texts = []
+    for name, module in stages(parloop.kernel, parloop.spec, schedule):
+        module.verify()
+        texts.append(print_module(module))
+        if name != "outline-dispatch":
+            assert dialects(module) <= (TENSOR if name in ("tensor", "block-cells") else UPSTREAM)
+    upstream_accepts(texts, tmp_path)
+
+
+@every_loop
+def test_flat_tensor_stage_is_the_same(loop):
+    """Batching is chosen after the first stage."""
+    parloop = LOOPS[loop]()
+    first = [
+        print_module(next(iter(stages(parloop.kernel, parloop.spec, schedule)))[1])
+        for schedule in (Schedule(), Schedule(batching="flat"))
+    ]
+    assert first[0] == first[1]
+
+
+def stage(wanted, loop="float64", schedule=SCHEDULES[0], threads=1):
+    parloop = LOOPS[loop]()
+    for name, module in stages(parloop.kernel, parloop.spec, schedule, threads):
+        if name == wanted:
+            return module
+    raise AssertionError(f"there is no stage {wanted}")
+
+
+@every_loop
+def test_stack_memory_is_aligned(loop):
+    found = [op for op in stage("bufferise", loop).walk() if isinstance(op, memref.AllocaOp)]
+    assert found
+    for op in found:
+        assert op.alignment.value.data == ALIGNMENT
+        # IREE's compiler crashes on index, and vectors are loaded from whole rows
+        assert str(op.memref.type.element_type) != "index"
+
+
+@every_loop
+def test_tables_are_aligned(loop):
+    for op in stage("bufferise", loop).walk():
+        if isinstance(op, memref.GlobalOp):
+            assert op.alignment.value.data == ALIGNMENT
+
+
+@every_loop
+def test_blocks_have_static_shapes(loop):
+    module = stage("block-cells", loop)
+    sizes = {
+        size
+        for op in module.walk()
+        if op.name == "tensor.empty"
+        for size in op.results[0].type.get_shape()
+    }
+    assert -1 not in sizes
+    assert not any(size < 0 for size in sizes)
+
+
+@every_loop
+def test_vectorised_code_has_no_linalg(loop):
+    assert "linalg" not in dialects(stage("vectorise", loop))
+
+
+def test_dispatch_works_in_place():
+    """Every changed buffer is a result that is tied to its operand."""
+    parloop = LOOPS["float64"]()
+    text = lower(parloop.kernel, parloop.spec, Schedule())
+    changed = {
+        spec.buffer
+        for formal, spec in zip(parloop.kernel.arguments, parloop.spec.arguments, strict=True)
+        if any(output.argument is formal for output in parloop.kernel.outputs)
+    }
+    assert text.count("iree.abi.output") == len(changed)
+
+
+def test_module_depends_on_no_size():
+    """One module serves every mesh: nothing but the kernel and the kinds of operands enter it."""
+    texts = {
+        lower(parloop.kernel, parloop.spec, Schedule())
+        for parloop in (every_access("float64", cells) for cells in (11, 500))
+    }
+    assert len(texts) == 1
+
+
+def test_text_is_the_same_in_each_process():
+    """Otherwise the cache on disk would miss, and results could differ between ranks."""
+    program = (
+        "import hashlib; from loops import every_access, random_loop;"
+        "from pyop3_mlir.lowering.pipeline import lower;"
+        "from pyop3_mlir.lowering.schedule import Schedule;"
+        "loops = [every_access('float64'), random_loop(11)(), random_loop(5)()];"
+        "text = [lower(p.kernel, p.spec, Schedule(s)) for p in loops"
+        " for s in ('in_order', 'segmented')];"
+        "keys = [p.kernel.fingerprint() for p in loops];"
+        "print(hashlib.sha256(repr((text, keys)).encode()).hexdigest())"
+    )
+    found = set()
+    for seed in ("1", "2", "3"):
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        found.add(done.stdout)
+    assert len(found) == 1
+    assert len(done.stdout.strip()) == hashlib.sha256().digest_size * 2
+
+
+def test_threads_share_a_loop_in_chunks():
+    one = lower(*_kernel_and_spec(), Schedule("segmented"), 1)
+    two = lower(*_kernel_and_spec(), Schedule("segmented"), 2)
+    assert "hal.interface.workgroup.id" not in one
+    assert "hal.interface.workgroup.id" in two
+    in_order = lower(*_kernel_and_spec(), Schedule("in_order"), 2)
+    assert "hal.interface.workgroup.id" not in in_order
+
+
+def _kernel_and_spec():
+    parloop = LOOPS["float64"]()
+    return parloop.kernel, parloop.spec
+
+
+def test_operands():
+    """The order that the engine binds by: range, entities, tables, buffers, contributions."""
+    parloop = functions_loop()
+    types = [str(type_) for type_ in operand_types(parloop.spec, True)]
+    assert types == [
+        "i64", "i64", "tensor<?xi32>", "tensor<?xi64>", "tensor<?xf64>", "tensor<?xf64>",
+        "tensor<?xf64>",
+    ]  # fmt: skip
+    assert segmented_arguments(parloop.spec) == [0]
+    module = stage("tensor", "functions", Schedule("segmented"))
+    loop = next(op for op in module.ops if op.name == "func.func")
+    assert [str(arg.type) for arg in loop.body.block.args] == types
+
+
+def test_local_memory_of_a_cell():
+    """What is read from packs, and all temporaries; not what is only stored."""
+    k = KernelBuilder("local")
+    y, x, n = k.argument(2, 2), k.argument(2), k.argument(3, dtype=np.int32)
+    i, j = dims_of((2, 2))
+    k.store(y, (i, j), Op("mul", entry(x, i), Op("cast", entry(n, j), dtype=float)))
+    assert local_bytes(k.kernel()) == 8 * 4 + 8 * 2 + 4 * 3
+
+
+def test_what_does_not_vary_is_computed_once():
+    """A value from globals and tables only stands before the loop over blocks."""
+    k = KernelBuilder("uniform")
+    y, g = k.argument(3), k.argument(3)
+    (i,) = dims_of((3,))
+    doubled = k.compute((i,), Op("mul", entry(g, i), Scalar(2.0)))
+    k.store(y, (i,), Op("sub", entry(doubled, i), Scalar(1.0)))
+    loop = Parloop(
+        k.kernel(),
+        IterationSet(9),
+        [Argument.direct(np.zeros((9, 3)), WRITE), Argument.glob(np.zeros(3), READ)],
+    )
+    for name, module in stages(loop.kernel, loop.spec, Schedule()):
+        if name != "block-cells":
+            continue
+        function = next(op for op in module.ops if op.name == "func.func")
+        (blocks,) = (op for op in function.body.block.ops if op.name == "scf.for")
+        assert not any(op.name == "linalg.generic" for op in blocks.walk())
+        generics = [op for op in function.walk() if op.name == "linalg.generic"]
+        assert len(generics) == 3
+        for op in generics:
+            assert isinstance(op.results[0].type, TensorType)
+            assert list(op.results[0].type.get_shape()) == [3]
