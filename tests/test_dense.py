@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from reference import evaluate_kernel
 
+from pyop3_mlir import READ, WRITE, Argument, IterationSet, Parloop, engine
 from pyop3_mlir.kernels import dense
 from pyop3_mlir.kernels.program import (
     INDEX,
@@ -22,6 +23,7 @@ from pyop3_mlir.kernels.program import (
     Scalar,
     Temporary,
 )
+from pyop3_mlir.lowering.schedule import Schedule
 
 Array = np.ndarray[Any, Any]
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9)
@@ -236,3 +238,23 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         dense.solve(square, KernelArgument("b", (2,), np.dtype(float)))
     with pytest.raises(ValueError, match="float"):
         dense.determinant(KernelArgument("a", (3, 3), np.dtype(np.int32)))
+
+
+@pytest.mark.parametrize("batching", ["blocked", "flat"])
+@pytest.mark.parametrize("n", [3, 4, 9])
+def test_inverse_on_the_engine(n: int, batching: str) -> None:
+    """IREE's aggressive fusion of dispatches once gave wrong numbers for flat eliminations."""
+    a = np.random.default_rng(n).standard_normal((13, n, n)) + 3 * np.eye(n)
+    matrix = KernelArgument("a", (n, n), np.dtype(float))
+    result = KernelArgument("result", (n, n), np.dtype(float))
+    statements, inverse = dense.inverse(matrix)
+    i, j = Dim("i", n), Dim("j", n)
+    slot = Op("add", Op("mul", IndexOf(i), Scalar(n)), IndexOf(j))
+    kernel = LocalKernel(
+        "inverse", (result, matrix), tuple(statements), (Output(result, (i, j), slot, inverse),)
+    )
+    found = np.zeros_like(a)
+    arguments = [Argument.direct(found, WRITE), Argument.direct(a, READ)]
+    loop = Parloop(kernel, IterationSet(len(a)), arguments)
+    engine.compile(loop, "cpu", Schedule("in_order", batching, width=4, tile=4, unroll=4))()
+    assert error(found, np.linalg.inv(a)) < 1e-13

@@ -80,7 +80,9 @@ def kernel(
     from pyop3_mlir.kernels.gem import import_gem
 
     made = expressions(form, cell, degree, rank, dtype, **parameters)
-    imported: LocalKernel = import_gem(made.name, list(made.arguments), list(made.assignments))
+    imported: LocalKernel = import_gem(
+        made.name, list(made.arguments), list(made.assignments), scalar_dtype=dtype
+    )
     return imported
 
 

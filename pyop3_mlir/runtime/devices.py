@@ -24,6 +24,7 @@ __all__ = [
     "DeviceInfo",
     "Target",
     "available",
+    "explain",
     "get_device",
     "gpu_target",
     "offline_device",
@@ -40,6 +41,8 @@ COMMON_FLAGS = (
     # IREE narrows by default, operands and results included
     "--iree-input-demote-f64-to-f32=false",
     "--iree-input-demote-i64-to-i32=false",
+    # what -O3 adds for fusing dispatches gives wrong numbers for eliminations (flat batching)
+    "--iree-dispatch-creation-enable-aggressive-fusion=false",
 )
 
 
@@ -228,7 +231,7 @@ def available() -> list[DeviceInfo]:
         try:
             found.extend(_gpus(kind))
         except Exception as error:
-            found.append(DeviceInfo(kind, kind, unavailable=_reason(error)))
+            found.append(DeviceInfo(kind, kind, unavailable=explain(error)))
     return found
 
 
@@ -273,7 +276,7 @@ def _open_hidden(name: str, kind: str, number: int | None) -> Device:
     except Exception as error:
         present = ", ".join(info.spec for info in available() if info.unavailable is None)
         raise DeviceError(
-            f"device {name} is not available: {_reason(error)}. Available: {present}"
+            f"device {name} is not available: {explain(error)}. Available: {present}"
         ) from error
 
 
@@ -287,9 +290,9 @@ def _task_device(threads: int) -> Any:
     return _binding.create_hal_driver("local-task").create_default_device()
 
 
-def _reason(error: Exception) -> str:
-    """The part of IREE's message that a user can act on."""
-    text = re.sub(r"(?:\S*/)?runtime/src/\S+: ", "", str(error)).strip()
+def explain(error: Exception) -> str:
+    """Return the part of IREE's message that a user can act on."""
+    text = re.sub(r"(?:\S*/)?runtime/src/\S+:? ", "", str(error)).strip()
     return (text.splitlines() or [type(error).__name__])[0].rstrip(" :")
 
 
