@@ -34,6 +34,7 @@ from pyop3_mlir.parloop import (
     IterationSet,
     Parloop,
 )
+from pyop3_mlir.runtime.residency import Resident
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "Options",
     "Parloop",
     "Pyop3MlirError",
+    "Resident",
     "UnsupportedLoopError",
     "__version__",
     "backend",

@@ -338,6 +338,7 @@ def test_invoke_leaves_the_transfers_to_the_caller(device):
     x, y = np.ones(10), np.zeros(10)
     target = Buffer(y, device)
     call = load(ADD, device).bind("loop", [x, target])
+    call.upload()
     call.invoke(0, 10)
     call.invoke(0, 10)
     target.download()

@@ -118,7 +118,9 @@ def report_as_dict() -> dict[str, Any]:
     -------
     dict
         ``{"loops": [{"name", "calls", "lowered", "strategy", "reason", "seconds"}],
-        "lowered_fraction"}``; the fraction is 1 where there were no calls.
+        "lowered_fraction", "bytes_moved": {device: {"to_device", "to_host"}}}``; the fraction is 1
+        where there were no calls. Bytes are those between the host and devices with memory of their
+        own.
     """
     parts = [*_finished, *(part for parts in _attached for part in parts)]
     entries = [entry for part in parts for entry in part.entries.values()]
@@ -127,7 +129,14 @@ def report_as_dict() -> dict[str, Any]:
     return {
         "loops": [entry.as_dict() for entry in entries],
         "lowered_fraction": lowered / calls if calls else 1.0,
+        "bytes_moved": _bytes_moved(),
     }
+
+
+def _bytes_moved() -> dict[str, dict[str, int]]:
+    # where nothing has run, the runtime need not be imported
+    residency: Any = sys.modules.get("pyop3_mlir.runtime.residency")
+    return {} if residency is None else residency.traffic_by_device()
 
 
 def report(path: str | Path | None = None) -> None:
@@ -157,6 +166,8 @@ def report(path: str | Path | None = None) -> None:
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     print(f"{content['lowered_fraction']:.1%} of the calls ran on the engine")
+    for device, moved in content["bytes_moved"].items():
+        print(f"{moved['to_device']:,} bytes to {device}, {moved['to_host']:,} back")
 
 
 def run_script(

@@ -1,8 +1,9 @@
 """Load compiled modules and call them on numpy arrays, in place and with little overhead.
 
 A :class:`Buffer` is an array as a device sees it. On the CPU it *is* the array's memory, whatever
-its alignment; on a device with memory of its own it is a copy there. :meth:`Executable.bind`
-prepares a call once, :class:`BoundFunction` repeats it: on ``cpu`` that costs a few microseconds.
+its alignment; on a device with memory of its own it is a copy there, which all loops share
+(:mod:`~pyop3_mlir.runtime.residency`). :meth:`Executable.bind` prepares a call once,
+:class:`BoundFunction` repeats it: on ``cpu`` that costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache as memoise
 from typing import Any
 
 import iree.runtime as iree
@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import CompilationError, DeviceError
-from pyop3_mlir.runtime.compile import compile_module
-from pyop3_mlir.runtime.devices import Device, vm_instance
+from pyop3_mlir.runtime.devices import Device, explain, vm_instance
+from pyop3_mlir.runtime.residency import DeviceCopy, Resident, device_copy, resident_of, zero_device
+from pyop3_mlir.runtime.subview import part
 
 __all__ = ["ALIGNMENT", "BoundFunction", "Buffer", "Executable", "aligned_empty"]
 
@@ -79,7 +80,7 @@ class Buffer:
         is not is copied in and out at each call.
     constant
         Promises that the host does not change the contents, nor reads what the device changes: they
-        are copied to the device once, if at all.
+        are copied to the device once, if at all, now.
 
     Attributes
     ----------
@@ -93,7 +94,7 @@ class Buffer:
     """
 
     __slots__ = (
-        "_clock", "_host", "_memory", "_semaphore", "_staging",
+        "_copy", "_host", "_resident",
         "array", "constant", "device", "dtype", "view", "writeable", "zero_copy",
     )  # fmt: skip
 
@@ -118,10 +119,44 @@ class Buffer:
         try:
             self.view = self._open(element, alignment)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            raise DeviceError(
-                f"device {device}: an array of shape {array.shape} and dtype {array.dtype} "
-                f"({array.nbytes} bytes) cannot be made available: {error}"
-            ) from error
+            raise _no_memory(device, array.shape, array.dtype, error) from error
+
+    @classmethod
+    def scratch(cls, size: int, dtype: npt.DTypeLike, device: Device) -> Buffer:
+        """Zeros for functions of the device to work on; the host neither sees nor changes them.
+
+        Parameters
+        ----------
+        size
+            Number of elements.
+        dtype
+            Of an element.
+        device
+            Where to make them.
+
+        Raises
+        ------
+        DeviceError
+            Where there is no room.
+        """
+        dtype = np.dtype(dtype)
+        if device.is_host or not size:
+            zeros = aligned_empty(size, dtype)
+            zeros[...] = 0
+            return cls(zeros, device, constant=True)
+        buffer = cls.__new__(cls)
+        buffer._reset(None, device, dtype)
+        buffer.constant = True
+        buffer.writeable = True
+        try:
+            memory = device.hal.allocator.allocate_buffer(
+                iree.MemoryType.DEVICE_LOCAL, iree.BufferUsage.DEFAULT, size * dtype.itemsize
+            )
+            zero_device(memory, device)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            raise _no_memory(device, (size,), dtype, error) from error
+        buffer.view = iree.HalBufferView(memory, [size], _ELEMENT_TYPES[dtype])
+        return buffer
 
     @classmethod
     def from_dlpack(cls, exporter: Any, device: Device) -> Buffer:
@@ -163,12 +198,16 @@ class Buffer:
         self.device = device
         self.dtype = dtype
         self.zero_copy = False
-        # the aligned copy on the CPU; the memory of another device and what copies go through
+        # the aligned copy on the CPU, or the memory of another device
         self._host: npt.NDArray[Any] | None = None
-        self._memory: Any = None
-        self._staging: Any = None
-        self._semaphore: Any = None
-        self._clock = 0
+        self._copy: DeviceCopy | None = None
+        # who has to know of loops on the CPU
+        self._resident: Resident | None = None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether nothing is to be done before and after calls."""
+        return self.constant or (self.zero_copy and self._resident is None)
 
     def _open(self, element: Any, alignment: int) -> Any:
         array, device = self.array, self.device
@@ -183,56 +222,50 @@ class Buffer:
             memory = allocator.allocate_buffer(kind, iree.BufferUsage.DEFAULT, size)
             return iree.HalBufferView(memory, shape, element)
         if device.is_host:
+            self._resident = None if self.constant else resident_of(array)
             if _address(array) % alignment == 0:
                 self.zero_copy = True
                 return _import(array, device, element)
             self._host = aligned_empty(array.shape, array.dtype)
-            self.upload()
+            np.copyto(self._host, array)
             return _import(self._host, device, element)
-        self._memory = allocator.allocate_buffer(
-            iree.MemoryType.DEVICE_LOCAL, iree.BufferUsage.DEFAULT, array.nbytes
-        )
-        self._semaphore = device.hal.create_semaphore(0)
-        self.upload()
+        self._copy = device_copy(array, device, self.constant)
         if self.constant:
-            self._staging = None
-        return iree.HalBufferView(self._memory, array.shape, element)
+            self._copy.prepare()
+        return iree.HalBufferView(self._copy.memory, array.shape, element)
 
     def upload(self) -> None:
-        """Copy the array's contents to the device; nothing to do where they share memory."""
+        """Make the device see the array's contents, before it reads them."""
+        if self._resident is not None:
+            self._resident.refresh_host()
         if self._host is not None:
             np.copyto(self._host, self.array)
-        elif self._memory is not None:
-            staging, mapped = self._stage()
-            np.copyto(mapped, self.array)
-            self._copy(staging, self._memory)
+        elif self._copy is not None:
+            self._copy.prepare()
 
     def download(self) -> None:
-        """Copy the device's contents to the array; nothing to do where they share memory."""
+        """Make the host see what the device has changed, or have it wait until someone looks."""
         if self._host is not None:
             np.copyto(self.array, self._host)
-        elif self._memory is not None:
-            staging, mapped = self._stage()
-            self._copy(self._memory, staging)
-            np.copyto(self.array, mapped)
+        elif self._copy is not None:
+            self._copy.changed()
+        if self._resident is not None:
+            self._resident.host_changed()
 
-    def _stage(self) -> tuple[Any, npt.NDArray[Any]]:
-        """Memory that the host and the device both see, and the array in it."""
-        if self._staging is None:
-            memory = self.device.hal.allocator.allocate_buffer(
-                iree.MemoryType.HOST_LOCAL | iree.MemoryType.DEVICE_VISIBLE,
-                iree.BufferUsage.DEFAULT | iree.BufferUsage.MAPPING,
-                self.array.nbytes,
-            )
-            mapped = memory.map().asarray(list(self.array.shape), self.array.dtype)
-            self._staging = memory, mapped
-        staging: tuple[Any, npt.NDArray[Any]] = self._staging
-        return staging
+    def abandon(self) -> None:
+        """Take note that a function that was to change the contents has failed."""
+        if self._copy is not None:
+            self._copy.failed()
 
-    def _copy(self, source: Any, target: Any) -> None:
-        self._clock += 1
-        self.device.hal.queue_copy(source, target, [], [(self._semaphore, self._clock)])
-        self._semaphore.wait(self._clock)
+
+def _no_memory(
+    device: Device, shape: Sequence[int], dtype: np.dtype[Any], error: Exception
+) -> DeviceError:
+    size = math.prod(shape) * dtype.itemsize
+    return DeviceError(
+        f"device {device}: an array of shape {tuple(shape)} and dtype {dtype} ({size} bytes) "
+        f"cannot be made available: {explain(error)}"
+    )
 
 
 def _address(array: npt.NDArray[Any]) -> int:
@@ -256,44 +289,7 @@ def _import(array: npt.NDArray[Any], device: Device, element: Any) -> Any:
     )
     if not before:
         return iree.HalBufferView(memory, array.shape, element)
-    context, function = _subview(device)
-    arguments, results = iree.VmVariantList(5), iree.VmVariantList(1)
-    arguments.push_ref(iree.HalBufferView(memory, [len(raw)], iree.HalElementType.UINT_8).ref)
-    for number in (before, array.nbytes, array.size, int(element)):
-        arguments.push_int(number)
-    with device.lock:
-        context.invoke(function, arguments, results)
-    flat = results.get_as_object(0, iree.HalBufferView)
-    return iree.HalBufferView(flat.get_buffer(), array.shape, element)
-
-
-# IREE's Python interface has no part of a buffer, its virtual machine has.
-_SUBVIEW = """
-module @pyop3_mlir_subview {
-  util.func public @subview(%view: !hal.buffer_view, %offset: i64, %length: i64, %count: i64,
-                            %type: i32) -> !hal.buffer_view {
-    %c0 = arith.constant 0 : index
-    %o = arith.index_cast %offset : i64 to index
-    %l = arith.index_cast %length : i64 to index
-    %n = arith.index_cast %count : i64 to index
-    %encoding = hal.encoding_type<dense_row_major> : i32
-    %buffer = hal.buffer_view.buffer<%view : !hal.buffer_view> : !hal.buffer
-    %part = hal.buffer.subspan<%buffer : !hal.buffer>[%o, %l] : !hal.buffer
-    %result = hal.buffer_view.create buffer(%part : !hal.buffer)[%c0, %l] shape([%n])
-        type(%type) encoding(%encoding) : !hal.buffer_view
-    util.return %result : !hal.buffer_view
-  }
-}
-"""
-
-
-@memoise
-def _subview(device: Device) -> tuple[Any, Any]:
-    """Context and function that make a view of a part of a buffer."""
-    vmfb = compile_module(_SUBVIEW, device, name="subview")
-    module = iree.VmModule.copy_buffer(vm_instance(), vmfb)
-    context = iree.VmContext(vm_instance(), modules=[device.hal_module, module])
-    return context, module.lookup_function("subview")
+    return iree.HalBufferView(part(memory, before, array.nbytes, device), array.shape, element)
 
 
 @dataclass(frozen=True)
@@ -397,7 +393,7 @@ class Executable:
             self._context = iree.VmContext(vm_instance(), modules=[device.hal_module, self._module])
         except (RuntimeError, ValueError) as error:
             raise DeviceError(
-                f"loop {name}: the compiled module cannot be loaded on {device}: {error}"
+                f"loop {name}: the compiled module cannot be loaded on {device}: {explain(error)}"
             ) from error
 
     @property
@@ -482,9 +478,9 @@ class BoundFunction:
         self._scalars = signature.scalars
         self._written = signature.written
         self._refs = [buffer.view.ref for buffer in buffers]
-        self._incoming = tuple(b for b in buffers if not (b.zero_copy or b.constant))
+        self._incoming = tuple(b for b in buffers if not b.in_step)
         outgoing = (buffers[i] for i in self._written)
-        self._outgoing = tuple(b for b in outgoing if not (b.zero_copy or b.constant))
+        self._outgoing = tuple(b for b in outgoing if not b.in_step)
         self._arguments: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -525,8 +521,10 @@ class BoundFunction:
             with executable._lock:
                 executable._context.invoke(self._function, arguments, results)
         except (RuntimeError, ValueError, IndexError) as error:
+            for buffer in self._outgoing:
+                buffer.abandon()
             raise DeviceError(
-                f"loop {executable.name}: call on {executable.device} failed: {error}"
+                f"loop {executable.name}: call on {executable.device} failed: {explain(error)}"
             ) from error
 
     def _prepare(self, integers: tuple[int, ...]) -> Any:
