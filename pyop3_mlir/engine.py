@@ -467,13 +467,12 @@ def fitting(schedule: Schedule, parloop: Parloop, iterations: int | None = None)
     if iterations < schedule.width or parloop.order_dependent:
         schedule = replace(schedule, width=1)
     if schedule.batching == "blocked":
-        needed = local_bytes(parloop.kernel)
-        if needed > STACK_LIMIT:
-            raise UnsupportedLoopError(
-                f"loop {parloop.name}: the kernel's temporaries take {needed} bytes, the stack has "
-                f"{STACK_LIMIT}"
-            )
-        while schedule.width * needed > STACK_LIMIT:
+        while (needed := local_bytes(parloop.kernel, schedule.width)) > STACK_LIMIT:
+            if schedule.width == 1:
+                raise UnsupportedLoopError(
+                    f"loop {parloop.name}: the kernel's temporaries take {needed} bytes, the stack "
+                    f"has {STACK_LIMIT}"
+                )
             schedule = replace(schedule, width=schedule.width // 2)
     return schedule
 
@@ -587,9 +586,9 @@ class Scratch:
 
     def __post_init__(self) -> None:
         copies: dict[int, npt.NDArray[Any]] = {}
+        arguments: list[Argument] = []
         # what is measured on a device is the loop, not the transfers of arrays
         moves = not self.device.is_host
-        arguments: list[Argument] = []
         for argument in self.parloop.arguments:
             if argument.access.writes or moves:
                 address = argument.buffer.ctypes.data
@@ -599,8 +598,8 @@ class Scratch:
                 argument = replace(argument, buffer=copies[address])
             arguments.append(argument)
         self.originals = [b for b in self.parloop.buffers if b.ctypes.data in copies]
-        self.residents = [Resident(copy) for copy in self.copies] if moves else []
         self.copies = [copies[b.ctypes.data] for b in self.originals]
+        self.residents = [Resident(copy) for copy in self.copies] if moves else []
         self.loop = Parloop(
             self.parloop.kernel, self.parloop.iteration_set, arguments, self.parloop.name
         )
@@ -621,10 +620,10 @@ class Scratch:
                 copy[...] = original if owner is None else owner.data_ro
             for resident in self.residents:
                 resident.host_changed()
+            bound()
             for resident in self.residents:
                 resident.refresh_host()
             fresh = True
-            bound()
             return self.copies
 
         return run

@@ -1362,13 +1362,16 @@ def test_one_module_serves_a_hundred_cells_and_a_million(strategy):
 
 
 def test_large_temporaries_make_blocks_narrow():
-    """An element matrix of 300 x 300 numbers: the stack has room for two cells."""
+    """An element matrix of 300 x 300 numbers: the stack has room for two cells.
+
+    It is used by rows and by columns, so that no strip of it is enough.
+    """
     size = 300
     k = KernelBuilder("large")
     y, x = k.argument(size), k.argument(size)
     i, j = dims_of((size, size))
     matrix = k.compute((i, j), Op("mul", entry(x, i), entry(x, j)))
-    rows = k.compute((i,), entry(matrix, i, j), over=(j,))
+    rows = k.compute((i,), total(entry(matrix, i, j), entry(matrix, j, i)), over=(j,))
     k.output(y, rows)
     rng = np.random.default_rng(3)
     x = whole(rng, (21, size), float)
@@ -1379,7 +1382,7 @@ def test_large_temporaries_make_blocks_narrow():
     bound = engine.compile(loop, "cpu:2", Schedule())
     bound()
     assert bound.schedule.width == 2
-    np.testing.assert_array_equal(found, x * x.sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(found, 2 * x * x.sum(axis=1, keepdims=True))
 
 
 def test_temporaries_beyond_the_stack_are_refused():
@@ -1387,7 +1390,8 @@ def test_temporaries_beyond_the_stack_are_refused():
     y = k.argument(1)
     i, j = dims_of((600, 600))
     matrix = k.compute((i, j), Op("cast", Op("mul", IndexOf(i), IndexOf(j)), dtype=float))
-    k.output(y, k.compute(dims_of((1,)), entry(matrix, i, j), over=(i, j)))
+    both = total(entry(matrix, i, j), entry(matrix, j, i))
+    k.output(y, k.compute(dims_of((1,)), both, over=(i, j)))
     loop = Parloop(k.kernel(), IterationSet(21), [Argument.direct(np.zeros(21), WRITE)])
     with pytest.raises(UnsupportedLoopError, match="temporaries take 2880008 bytes"):
         engine.compile(loop, "cpu", Schedule())

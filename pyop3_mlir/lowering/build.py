@@ -63,6 +63,7 @@ from pyop3_mlir.lowering.emit import (
     storage_type,
     store_cast,
 )
+from pyop3_mlir.lowering.strips import bytes_of_temporaries
 from pyop3_mlir.parloop import INC, MAX, MIN, WRITE, Access, ArgumentSpec, Kind, LoopSpec
 
 __all__ = [
@@ -89,16 +90,16 @@ def reduction_name(argument: int) -> str:
     return f"reduce_{argument}"
 
 
-def local_bytes(kernel: LocalKernel) -> int:
-    """Bytes of local memory for each cell of a block: the packs that are read, and temporaries."""
+def local_bytes(kernel: LocalKernel, width: int) -> int:
+    """Bytes of local memory for a block of cells: the packs that are read, and temporaries."""
     read = {
         node.source
         for statement in kernel.statements
         for node in postorder(statement.bodies)
         if isinstance(node, Load) and isinstance(node.source, KernelArgument)
     }
-    results = [result for statement in kernel.statements for result in statement.results]
-    return sum(source.size * source.dtype.itemsize for source in (*read, *results))
+    packs = sum(source.size * source.dtype.itemsize for source in read)
+    return packs * width + bytes_of_temporaries(kernel, width)
 
 
 def operand_types(spec: LoopSpec, segmented: bool = False) -> list[Attribute]:

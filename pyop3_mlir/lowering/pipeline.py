@@ -8,6 +8,7 @@ stage                 made by                                         dialects
 ``outline-scatter``   :class:`OutlineScatterPass` (flat)              the same, two functions
 ``bufferise``         :class:`BufferisePass`                          linalg, memref, scf, arith
 ``unroll-loops``      :class:`UnrollLoopsPass`                        linalg, memref, scf, arith
+``strip-mine``        :class:`StripMinePass`                          the same, and memref.subview
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
 ``unroll-scatter``    :class:`UnrollScatterPass`                      the same
 ``call-libm``         :class:`CallLibmPass`                           the same
@@ -36,6 +37,7 @@ from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
 from pyop3_mlir.lowering.passes.relax_atomics import RelaxAtomicsPass
+from pyop3_mlir.lowering.passes.strip_mine import StripMinePass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
 from pyop3_mlir.lowering.passes.unroll_scatter import UnrollScatterPass
 from pyop3_mlir.lowering.passes.vectorise import VectorisePass
@@ -76,6 +78,7 @@ def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[Modu
         batching,
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
+        StripMinePass(),
         VectorisePass(schedule.tile, schedule.unroll),
         UnrollScatterPass(schedule.width, limit=64 + 5 * schedule.unroll),
         CallLibmPass(),

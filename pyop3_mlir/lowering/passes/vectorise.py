@@ -258,7 +258,7 @@ class _Nest:
         while op is not None:
             if isinstance(op, FillOp) and op.outputs[0] is output:
                 return op
-            if output in op.operands:
+            if any(output in inner.operands for inner in op.walk()):
                 return None
             op = op.prev_op
         return None
@@ -272,8 +272,9 @@ class _Nest:
             points *= self.extents[d]
         if points == 0:
             return
-        limit = 4 * self.unroll
-        if not self.reductions and points <= limit:
+        # a long body stays in its loop: straight code is to fit into the instruction cache
+        limit = min(4 * self.unroll, 64 * self.unroll // len(self.op.body.block.ops))
+        if not self.reductions and points <= max(limit, 1):
             every = _points([self.extents[d] for d in dims])
             self._lanes(e, [{**indices, **dict(zip(dims, p, strict=True))} for p in every])
             return
