@@ -17,6 +17,7 @@ import numpy as np
 
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.schedule import STRATEGIES, Schedule
+from pyop3_mlir.lowering.strips import bytes_of_temporaries
 from pyop3_mlir.parloop import Access, Kind, Parloop
 from pyop3_mlir.runtime.devices import Device
 
@@ -96,7 +97,7 @@ class KernelStatistics:
     scalar_bytes
         Size of the scalars that it mostly computes with.
     bytes_per_cell
-        Packs and temporaries of one cell.
+        Packs of one cell, and its share of the temporaries that a block needs at one time.
     rows
         Parallel extents of its contractions. Empty without any.
     accumulators
@@ -144,7 +145,9 @@ class KernelStatistics:
         written = {output.argument for output in kernel.outputs}
         return cls(
             scalar_bytes=max(sizes, key=lambda width: sizes[width], default=8),
-            bytes_per_cell=sum(v.size * v.dtype.itemsize for v in values),
+            # long dimensions are worked through in strips, so blocks of 8 are what is looked at
+            bytes_per_cell=sum(a.size * a.dtype.itemsize for a in kernel.arguments)
+            + bytes_of_temporaries(kernel, 8) // 8,
             rows=tuple(sorted(rows)),
             accumulators=accumulators,
             contractions=contractions,
