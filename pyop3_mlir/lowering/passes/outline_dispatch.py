@@ -179,6 +179,7 @@ class OutlineDispatchPass(ModulePass):
         dims = [
             e.insert(tensor.DimOp(t, e.index(t.type.get_num_dims() - 1)))  # type: ignore[attr-defined]
             for t in tensors
+            if DYNAMIC_INDEX in t.type.get_shape()  # type: ignore[attr-defined]
         ]
         count = e.to_index(e.insert(arith.SubiOp(stop, start)))
         constants = [half for value in (start, stop) for half in _split_i64(e, value)]
