@@ -31,8 +31,7 @@ from pyop3_mlir.autotune.choose import Choice, choose
 from pyop3_mlir.autotune.tuner import Runner
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.program import LocalKernel
-from pyop3_mlir.lowering.build import local_bytes, reduction_name, segmented_arguments
-from pyop3_mlir.lowering.pipeline import lower
+from pyop3_mlir.lowering.interface import local_bytes, reduction_name, segmented_arguments
 from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import WRITE, Argument, IterationSet, Kind, LoopSpec, Parloop
@@ -134,6 +133,9 @@ class Module:
         )
 
     def _lower(self) -> str:
+        # where modules come from a bundle, xDSL need not be there
+        from pyop3_mlir.lowering.pipeline import lower
+
         kind = self.device.spec.partition(":")[0]
         return lower(self.kernel, self.spec, self.schedule, self.device.threads, kind)
 

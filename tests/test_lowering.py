@@ -16,8 +16,9 @@ from xdsl.dialects import memref
 from xdsl.dialects.builtin import ModuleOp, TensorType
 
 from pyop3_mlir.kernels.program import Op, Scalar
-from pyop3_mlir.lowering.build import local_bytes, operand_types, segmented_arguments
+from pyop3_mlir.lowering.build import operand_types
 from pyop3_mlir.lowering.dialects import print_module
+from pyop3_mlir.lowering.interface import local_bytes, segmented_arguments
 from pyop3_mlir.lowering.passes.bufferise import ALIGNMENT
 from pyop3_mlir.lowering.pipeline import lower, stages
 from pyop3_mlir.lowering.schedule import Schedule

@@ -63,43 +63,14 @@ from pyop3_mlir.lowering.emit import (
     storage_type,
     store_cast,
 )
-from pyop3_mlir.lowering.strips import bytes_of_temporaries
+from pyop3_mlir.lowering.interface import reduction_name, segmented_arguments
 from pyop3_mlir.parloop import INC, MAX, MIN, WRITE, Access, ArgumentSpec, Kind, LoopSpec
 
 __all__ = [
     "build_module",
-    "local_bytes",
     "operand_types",
-    "reduction_name",
-    "segmented_arguments",
     "written_buffers",
 ]
-
-
-def segmented_arguments(spec: LoopSpec) -> list[int]:
-    """Numbers of the arguments whose contributions the segmented strategy stores before it sums."""
-    return [
-        number
-        for number, argument in enumerate(spec.arguments)
-        if argument.access.writes and argument.kind is not Kind.DIRECT
-    ]
-
-
-def reduction_name(argument: int) -> str:
-    """Name of the function that sums the contributions of an argument."""
-    return f"reduce_{argument}"
-
-
-def local_bytes(kernel: LocalKernel, width: int) -> int:
-    """Bytes of local memory for a block of cells: the packs that are read, and temporaries."""
-    read = {
-        node.source
-        for statement in kernel.statements
-        for node in postorder(statement.bodies)
-        if isinstance(node, Load) and isinstance(node.source, KernelArgument)
-    }
-    packs = sum(source.size * source.dtype.itemsize for source in read)
-    return packs * width + bytes_of_temporaries(kernel, width)
 
 
 def operand_types(spec: LoopSpec, segmented: bool = False) -> list[Attribute]:

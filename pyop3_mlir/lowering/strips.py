@@ -163,10 +163,7 @@ def _strip(
 ) -> Strip | None:
     # what depends on a sum over the dimension cannot run before all strips have been added up
     sums = {
-        buffer
-        for n, d in dims.items()
-        if d in nests[n].reductions
-        for buffer, _ in nests[n].writes
+        buffer for n, d in dims.items() if d in nests[n].reductions for buffer, _ in nests[n].writes
     }
     later: set[int] = set()
     for n, nest in enumerate(nests):
