@@ -368,7 +368,7 @@ class Plan:
         globals_: list[tuple[int, Array, bool]] = []
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
-        for place in self.places:
+        for place, formal in zip(self.places, self.kernel.arguments, strict=True):
             data = loop.arguments[place.number].data if place.number >= 0 else None
             if place.shared:
                 # globals are small and often made anew: their values are copied at each run
@@ -388,7 +388,8 @@ class Plan:
                 )
                 continue
             if place.matrix is not None:
-                argument, handle = _bind_matrix(place, data, self.iteration, batch)
+                pieces = sum(output.argument is formal for output in self.kernel.outputs)
+                argument, handle = _bind_matrix(place, data, self.iteration, batch, pieces)
                 (matrices if isinstance(handle, MatrixValues) else elements).append(handle)  # type: ignore[arg-type]
                 arguments.append(argument)
                 continue
@@ -436,12 +437,21 @@ class Elements:
         ``[entities of a batch, rows, columns]``.
     access
         INC or WRITE.
+    summed
+        Whether the loop adds to ``values``, else it sets them.
     """
 
     mat: Any
     matrix: _Matrix
     values: Array
     access: Access
+    summed: bool = False
+
+    def clear(self, start: int, stop: int) -> None:
+        """Make the element matrices of iterations ``[start, stop)`` ready to be computed."""
+        if self.summed:
+            row = start % len(self.values)
+            self.values[row : row + stop - start] = 0
 
     def flush(self, start: int, stop: int, entities: Array | None) -> None:
         """Hand the element matrices of iterations ``[start, stop)`` over."""
@@ -514,6 +524,8 @@ class Reading:
             first = start
             while first < stop:
                 last = min(first - first % batch + batch, stop)
+                for elements in self.elements:
+                    elements.clear(first, last)
                 call(first, last)
                 for elements in self.elements:
                     elements.flush(first, last, self.parloop.iteration_set.entities)
@@ -839,7 +851,7 @@ def _size(place: Place, axis: int) -> int:
 
 
 def _bind_matrix(
-    place: Place, mat: Any, iteration: Iteration, batch: int
+    place: Place, mat: Any, iteration: Iteration, batch: int, pieces: int
 ) -> tuple[Argument, MatrixValues | Elements]:
     assert place.matrix is not None
     assert place.access is not None
@@ -849,7 +861,7 @@ def _bind_matrix(
     if handle.getType() in ("python", "is"):
         raise UnsupportedLoopError(f"a matrix of type {handle.getType()}")
     if holder.handle.getType() not in ("seqaij", "seqbaij", "seqdense"):
-        return _bind_elements(place, handle, iteration, batch)
+        return _bind_elements(place, handle, iteration, batch, pieces)
     values = matrix_values(holder)
     table = _positions(place.matrix, block, holder, values)
     argument = Argument.matrix(
@@ -864,7 +876,7 @@ def _block(mat: Any, number: int) -> Any:
 
 
 def _bind_elements(
-    place: Place, handle: Any, iteration: Iteration, batch: int
+    place: Place, handle: Any, iteration: Iteration, batch: int, pieces: int
 ) -> tuple[Argument, Elements]:
     assert place.matrix is not None
     assert place.access is not None
@@ -876,10 +888,12 @@ def _bind_elements(
     entities = iteration.iteration_set.entities
     rows[slice(len(at)) if entities is None else entities, 0] = at
     table = IndexTable(rows, batch, name="element matrices")
+    # where the kernel gives several values for an entry they have to be added up
+    access = WRITE if pieces == 1 else INC
     argument = Argument(
-        values.reshape(-1), WRITE, Kind.INDIRECT, table, place.components, name=place.name
+        values.reshape(-1), access, Kind.INDIRECT, table, place.components, name=place.name
     )
-    return argument, Elements(handle, place.matrix, values, place.access)
+    return argument, Elements(handle, place.matrix, values, place.access, access is INC)
 
 
 def matrix_values(mat: Any) -> MatrixValues:
