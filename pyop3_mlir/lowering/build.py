@@ -9,6 +9,7 @@ sequential loop over the cells. The passes in ``lowering/passes`` turn it into w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -159,11 +160,41 @@ def _completed(kernel: LocalKernel, spec: LoopSpec) -> LocalKernel:
     return replace(kernel, statements=tuple(statements), outputs=tuple(outputs))
 
 
+def _reduced(kernel: LocalKernel) -> LocalKernel:
+    """The kernel without sums over dimensions that the summand does not depend on.
+
+    They are products. (Besides, IREE 3.13 takes a sum of constants for one constant.)
+    """
+    statements = [part for statement in kernel.statements for part in _reduced_parts(statement)]
+    return replace(kernel, statements=tuple(statements))
+
+
+def _reduced_parts(statement: Compute) -> list[Compute]:
+    if not statement.reductions:
+        return [statement]
+    used: dict[Expr, frozenset[Dim]] = {}
+    for node in postorder(statement.bodies):
+        own = {node.dim} if isinstance(node, IndexOf) else ()
+        used[node] = frozenset(own).union(*(used[child] for child in node.children))
+    parts: dict[tuple[Dim, ...], list[tuple[Temporary, Expr]]] = {}
+    for result, body in zip(statement.results, statement.bodies, strict=True):
+        over = tuple(dim for dim in statement.reductions if dim in used[body])
+        times = math.prod(dim.extent for dim in statement.reductions if dim not in over)
+        if times != 1:
+            factor = Scalar(body.dtype.type(times), body.dtype)
+            body = Op("mul", body, factor) if times else factor
+        parts.setdefault(over, []).append((result, body))
+    return [
+        Compute(tuple(r for r, _ in part), statement.dims, over, tuple(b for _, b in part))
+        for over, part in parts.items()
+    ]
+
+
 class _Builder:
     """State of building one function."""
 
     def __init__(self, kernel: LocalKernel, spec: LoopSpec, segmented: bool) -> None:
-        self.kernel = kernel = _completed(kernel, spec)
+        self.kernel = kernel = _reduced(_completed(kernel, spec))
         self.spec = spec
         self.of = dict(zip(kernel.arguments, spec.arguments, strict=True))
         self.segmented = [kernel.arguments[k] for k in segmented_arguments(spec) if segmented]
