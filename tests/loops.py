@@ -9,7 +9,7 @@ import numpy as np
 from builder import KernelBuilder, dims_of, entry, total
 from meshes import random_map
 
-from pyop3_mlir.kernels.program import Dim, IndexOf, Load, Op, Scalar, Table
+from pyop3_mlir.kernels.program import Dim, Expr, IndexOf, Load, Op, Scalar, Table
 from pyop3_mlir.parloop import (
     INC,
     MAX,
@@ -86,48 +86,54 @@ def every_access(dtype: Any, cells: int = 37, reductions: bool = True) -> Parloo
 
 
 def random_loop(seed: int) -> Callable[[], Parloop]:
-    """A function that makes a random loop: any kernel, maps and access modes."""
+    """A function that makes a random loop: any type, kernel, maps, access modes and subset."""
     rng = np.random.default_rng(seed)
+    dtype = np.dtype(rng.choice(["f8", "f8", "f8", "f4", "i4", "i8", "c16"]))
     cells = int(rng.choice([1, 3, 8, 13, 26]))
     rows = int(rng.integers(1, 12))
-    dims = [Dim(f"d{k}", int(n)) for k, n in enumerate(rng.integers(1, 6, 3))]
+    dims = [Dim(f"d{k}", int(n)) for k, n in enumerate(rng.integers(1, 7, 3))]
     k = KernelBuilder(f"random_{seed}")
-    sources = [
-        (k.argument(*(d.extent for d in shape)), shape)
-        for shape in (tuple(rng.permutation(dims)[: rng.integers(0, 3)]) for _ in range(3))
-    ]
+    shapes = [tuple(rng.permutation(dims)[: rng.integers(0, 3)]) for _ in range(3)]
+    sources = [(k.argument(*(d.extent for d in shape), dtype=dtype), shape) for shape in shapes]
     inputs = list(k.arguments)
 
-    def leaf(allowed):
+    def constant() -> Scalar:
+        return Scalar(dtype.type(rng.integers(-3, 4)), dtype)
+
+    def index(extent: int, allowed: list[Dim]) -> Expr:
+        """Some index below ``extent``."""
+        fitting = [dim for dim in allowed if dim.extent <= extent]
+        if fitting and rng.random() < 0.6:
+            return IndexOf(fitting[rng.integers(len(fitting))])
+        if allowed and rng.random() < 0.5:
+            shifted = Op("add", IndexOf(allowed[rng.integers(len(allowed))]), Scalar(1))
+            return Op("rem", shifted, Scalar(extent))
+        return Scalar(int(rng.integers(extent)))
+
+    def leaf(allowed: list[Dim]) -> Expr:
         source, shape = sources[rng.integers(len(sources))]
         if rng.random() < 0.2:
-            return Scalar(float(rng.integers(-3, 4)))
+            return constant()
         if rng.random() < 0.2:
-            table = Table(rng.integers(-3, 4, [d.extent for d in shape]).astype(float))
-            source = table
-        indices = []
-        for dim in shape:
-            choice = [d for d in allowed if d.extent <= dim.extent]
-            if dim in allowed and rng.random() < 0.8:
-                indices.append(IndexOf(dim))
-            elif choice and rng.random() < 0.7:
-                indices.append(IndexOf(choice[rng.integers(len(choice))]))
-            else:
-                indices.append(Scalar(int(rng.integers(dim.extent))))
+            source = Table(rng.integers(-1, 3, [d.extent for d in shape]).astype(dtype))
+        indices = [
+            IndexOf(dim) if dim in allowed and rng.random() < 0.8 else index(dim.extent, allowed)
+            for dim in shape
+        ]
         return Load(source, indices)
 
-    def expression(allowed, depth):
+    def expression(allowed: list[Dim], depth: int) -> Expr:
         if not depth:
             return leaf(allowed)
         a, b = expression(allowed, depth - 1), expression(allowed, depth - 1)
         match rng.integers(6):
             case 0:
-                return Op("select", Op("gt", a, Scalar(0.0)), b, Scalar(1.0))
-            case 1:
+                return Op("select", Op("ne", a, constant()), b, constant())
+            case 1 if dtype.kind != "c":
                 return Op("max", a, b)
             case 2:
                 return Op("neg", a)
-            case 3 if depth == 1:
+            case 3 if depth == 1 and dtype.itemsize > 4:
                 return Op("mul", a, b)
             case 4:
                 return Op("sub", a, b)
@@ -136,35 +142,39 @@ def random_loop(seed: int) -> Callable[[], Parloop]:
     for _ in range(rng.integers(1, 5)):
         order = list(rng.permutation(dims))
         free, over = order[: rng.integers(0, 3)], order[2 : rng.integers(2, 4)]
-        value = k.compute(free, expression([*free, *over], int(rng.integers(0, 3))), over=over)
-        sources.append((value, tuple(free)))
+        allowed = [*free, *over]
+        bodies = [expression(allowed, int(rng.integers(0, 3))) for _ in range(rng.integers(1, 3))]
+        found = k.compute(free, *bodies, over=over)
+        results = found if isinstance(found, tuple) else (found,)
+        sources += [(value, tuple(free)) for value in results]
     table = random_map(
         cells, 6, rows, seed, float(rng.choice([0.0, 0.2])), rng.choice([np.int32, np.int64])
     )
     plan = [(argument, READ, rng.choice(["direct", "indirect", "global"])) for argument in inputs]
-    for access in (INC, WRITE, MIN):
+    for access in (INC, WRITE, INC if dtype.kind == "c" else MIN):
         source, shape = sources[rng.integers(len(inputs), len(sources))]
-        output = k.argument(*(d.extent for d in shape))
+        output = k.argument(*(d.extent for d in shape), dtype=dtype)
         k.store(output, shape, entry(source, *shape))
+        if access is INC and rng.random() < 0.5:
+            k.store(output, shape, constant())
         kinds = ["direct", "indirect"] + ["global"] * (access is not WRITE)
         plan.append((output, access, rng.choice(kinds)))
     kernel = k.kernel()
     entities = rng.integers(0, cells, cells + 2).astype(np.int32) if rng.random() < 0.3 else None
+    arities = [int(rng.choice([a for a in range(1, 7) if not f.size % a])) for f, _, _ in plan]
 
-    def make():
+    def make() -> Parloop:
         data = np.random.default_rng(seed)
         arguments = []
-        for formal, access, kind in plan:
+        for (formal, access, kind), arity in zip(plan, arities, strict=True):
             if kind == "global":
-                arguments.append(Argument.glob(whole(data, formal.size, float), access))
+                arguments.append(Argument.glob(whole(data, formal.size, dtype), access))
             elif kind == "direct":
-                buffer = whole(data, (cells, formal.size), float)
+                buffer = whole(data, (cells, formal.size), dtype)
                 arguments.append(Argument.direct(buffer, access))
             else:
-                arity = next(a for a in (5, 4, 3, 2, 1) if formal.size % a == 0)
-                components = formal.size // arity
                 map_ = IndexTable(table[:, :arity], rows, allow_negative=True)
-                buffer = whole(data, (rows, components), float)
+                buffer = whole(data, (rows, formal.size // arity), dtype)
                 arguments.append(Argument.indirect(buffer, access, map_))
         size = cells if entities is None else len(entities)
         return Parloop(kernel, IterationSet(size, entities=entities), arguments)
