@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.frontends.petsc import MatrixValues, nonzero_state
+from pyop3_mlir.frontends.petsc import MatrixValues
 from pyop3_mlir.frontends.pyop3_names import Names
 from pyop3_mlir.frontends.pyop3_read import (
     Assign,
@@ -1166,87 +1166,77 @@ def _bind_matrix(p: Place, mat: Any, batch: int) -> tuple[Argument, MatrixValues
     return argument, Elements(mat, matrix, array, p.access)
 
 
-_positions_known: weakref.WeakKeyDictionary[Matrix, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
 def _positions(
     matrix: Matrix, mat: Any, values: MatrixValues, name: str
 ) -> tuple[IndexTable, IndexTable]:
-    """Where the entries of element matrices lie among the values, and the table of rows."""
-    lgmaps = mat.getLGMap()
-    key = (
-        values.type,
-        nonzero_state(mat),
-        values.array.size,
-        *(hashlib.blake2b(m.indices.tobytes(), digest_size=16).digest() for m in lgmaps),
-        _digest_of_pattern(values),
-    )
-    cache = _positions_known.setdefault(matrix, {})
-    found = cache.get(key)
-    if found is None:
-        found = cache[key] = _find_positions(matrix, mat, values, lgmaps, name)
-    result: tuple[IndexTable, IndexTable] = found
-    return result
+    """Where the entries of element matrices lie among the values, and the table of rows.
 
-
-def _digest_of_pattern(values: MatrixValues) -> bytes:
-    if values.pattern is None:
-        return b""
-    digest = hashlib.blake2b(digest_size=16)
-    for array in values.pattern:
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.digest()
-
-
-def _find_positions(
-    matrix: Matrix, mat: Any, values: MatrixValues, lgmaps: Sequence[Any], name: str
-) -> tuple[IndexTable, IndexTable]:
+    Both are kept with the table of rows, which is the same object for equal contents.
+    """
     from pyop3_mlir.planning import csr_positions
 
     sides = []
-    for side, lgmap in zip((matrix.rows, matrix.cols), lgmaps, strict=True):
+    for side, lgmap in zip((matrix.rows, matrix.cols), mat.getLGMap(), strict=True):
         indices = lgmap.indices
         mapped = indices[np.maximum(side, 0)] if indices.size else np.full(side.shape, -1)
         sides.append(np.where(side < 0, -1, np.maximum(mapped, -1)).astype(np.int32))
-    rows, cols = sides
     height, width = mat.getLocalSize()
-    size = values.block_size
-    if values.pattern is None:
-        found = rows[:, :, None].astype(np.int64) + height * cols[:, None, :].astype(np.int64)
-        found[(rows < 0)[:, :, None] | (cols < 0)[:, None, :]] = -1
-        table = found.reshape(len(rows), -1)
-        row_table = IndexTable(rows, height, True, name)
-        bound = height * width
-    else:
-        row_blocks, col_blocks = (
-            size if values.type == "seqbaij" else _node_size(side) for side in sides
-        )
-        if values.type == "seqbaij" and not all(_fills_blocks(side, size) for side in sides):
+    blocks = [1, 1]
+    if values.type == "seqbaij":
+        blocks = [values.block_size] * 2
+        if not all(_fills_blocks(side, values.block_size) for side in sides):
             raise UnsupportedLoopError(f"{name}: single components of a matrix that stores blocks")
-        row_table = _node_table(rows, row_blocks, height, name)
+    elif values.type == "seqaij":
+        blocks = [_node_size(side) for side in sides]
+    rows, cols = (
+        _node_table(side, size, extent, name)
+        for side, size, extent in zip(sides, blocks, (height, width), strict=True)
+    )
+    if values.pattern is None:
+        positions = _dense_positions(rows, cols, height, width, name)
+    else:
         positions = csr_positions(
             *values.pattern,
-            row_table,
-            _node_table(cols, col_blocks, width, name),
-            row_components=row_blocks,
-            col_components=col_blocks,
+            rows,
+            cols,
+            row_components=blocks[0],
+            col_components=blocks[1],
             storage="baij" if values.type == "seqbaij" else "aij",
             name=name,
         )
-        table, bound = positions.values, positions.bound
-        if (matrix.slots == np.arange(len(matrix.slots))).all():
-            return positions, row_table
-    ordered = np.empty_like(table)
-    ordered[:, matrix.slots] = table
-    if bound <= np.iinfo(np.int32).max:
-        ordered = ordered.astype(np.int32, copy=False)
-    return IndexTable(ordered, bound, True, name), row_table
+    slots = matrix.slots
+    if (slots == np.arange(len(slots))).all():
+        return positions, rows
+    key = ("in the order of slots", slots.tobytes())
+    found = positions.plans.get(key)
+    if found is None:
+        ordered = np.empty_like(positions.values)
+        ordered[:, slots] = positions.values
+        found = IndexTable(ordered, positions.bound, positions.allow_negative, name)
+        positions.plans[key] = found
+    return found, rows
+
+
+def _dense_positions(
+    rows: IndexTable, cols: IndexTable, height: int, width: int, name: str
+) -> IndexTable:
+    """As ``csr_positions``, in the values of a dense matrix, which lie by columns."""
+    key = ("dense positions", height, width, cols.fingerprint)
+    found = rows.plans.get(key)
+    if found is None:
+        i, j = rows.values[:, :, None].astype(np.int64), cols.values[:, None, :].astype(np.int64)
+        at = np.where((i < 0) | (j < 0), -1, i + height * j)
+        kind = np.int32 if height * width <= np.iinfo(np.int32).max else np.int64
+        negative = rows.allow_negative or cols.allow_negative
+        values = at.reshape(len(at), -1).astype(kind)
+        found = rows.plans[key] = IndexTable(values, height * width, negative, name)
+    result: IndexTable = found
+    return result
 
 
 def _node_table(side: Array, size: int, extent: int, name: str) -> IndexTable:
     firsts = side[:, ::size]
-    nodes = np.where(firsts < 0, -1, firsts // size)
-    return IndexTable(nodes, max(extent // size, 0), True, name)
+    return shared_table(np.where(firsts < 0, -1, firsts // size), extent // size, name)
 
 
 def _fills_blocks(side: Array, size: int) -> bool:
