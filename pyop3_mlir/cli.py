@@ -457,6 +457,57 @@ def run(
     run_script(script, arguments or [], report, device=device)
 
 
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def bundle(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")],
+    script: Annotated[
+        str | None, typer.Argument(help="A script whose loops are wanted.", metavar="[SCRIPT.py")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its own command line.", metavar="ARGS...]")
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compile for: cpu, cpu/x86-64-v3, cuda/sm_80, hip/gfx90a, vulkan/ampere, "
+            "or a device that is here; may be given several times. cpu where not given."
+        ),
+    ] = None,
+    case: Cases = None,
+    size: Size = 0.01,
+) -> None:
+    """Compile the loops of a script ahead of time, for machines without a compiler.
+
+    Runs SCRIPT.py here once, notes its loops, and compiles them for every target. There, set
+    PYOP3_MLIR_BUNDLE to the directory. Options of this command stand before SCRIPT.py.
+    """
+    from pyop3_mlir import bundle as bundles
+    from pyop3_mlir.bench.cases import CASES, case_named
+
+    names = _known_cases(case, (known.name for known in CASES))
+    if script is None and not names:
+        raise OptionError("bundle: name a script, or cases by --case")
+    targets = [bundles.target_device(text) for text in target or ["cpu"]]
+    with bundles.record(targets) as recorder:
+        for name in names or ():
+            recorder.add(case_named(name).loop(size).parloop)
+        if script is not None:
+            bundles.run_script(script, arguments or [])
+    if not recorder.loops:
+        raise OptionError(f"bundle: {script} has run no loop on the engine")
+    console = _console()
+    with console.status("compiling ...") as status:
+        found = recorder.write(output, status.update)
+    loops = len(recorder.loops) // len(targets)
+    console.print(
+        f"{loops} loops, {len(found.modules)} modules for {len(targets)} targets, in {output}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 def main() -> None:
     """Run the command that ``sys.argv`` names; errors of this package become one line."""
     try:

@@ -29,12 +29,13 @@ from pyop3_mlir import planning
 from pyop3_mlir.autotune.candidates import DeviceTraits, legal_strategies
 from pyop3_mlir.autotune.choose import Choice, choose
 from pyop3_mlir.autotune.tuner import Runner
-from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.errors import CompilationError, UnsupportedLoopError
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.interface import local_bytes, reduction_name, segmented_arguments
 from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import WRITE, Argument, IterationSet, Kind, LoopSpec, Parloop
+from pyop3_mlir.runtime.bundle import active, can_compile, loop_key, module_key
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import STACK_LIMIT, Device, get_device
@@ -57,6 +58,11 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _executables: dict[tuple[Any, ...], Executable] = {}
+
+observers: list[Callable[[Parloop, Schedule, Device], None]] = []
+"""Called with each loop that is about to be compiled, but for those that are only measured."""
+
+_MEASURED = "measured by the tuner"
 
 
 @cache
@@ -123,12 +129,22 @@ class Module:
         return _executables.get(self.identity) or self.load(self.build())
 
     def build(self) -> bytes:
-        """The compiled module, from the cache on disk or new; raises as :func:`executable_for`."""
+        """The compiled module: bundled, from the cache on disk, or new.
+
+        Raises as :func:`executable_for`.
+        """
+        bundle = active()
+        if bundle is not None:
+            key = module_key(self.kernel, self.spec, self.schedule, self.device)
+            found = bundle.module(key, self.device)
+            if found is not None:
+                return found
         return compile_module(
             self._lower,
             self.device,
-            cache=Cache.default("modules"),
-            key=self.key,
+            # what cannot be compiled cannot be looked up either: the key tells xDSL's version
+            cache=Cache.default("modules") if can_compile() else None,
+            key=self.key if can_compile() else "none",
             name=self.spec.name,
         )
 
@@ -220,6 +236,9 @@ class BoundLoop:
     def __init__(
         self, parloop: Parloop, schedule: Schedule, device: Device, reason: str = "given"
     ) -> None:
+        if reason != _MEASURED:
+            for observe in observers:
+                observe(parloop, schedule, device)
         schedule = fitting(schedule, parloop)
         self.parloop = parloop
         self.schedule = schedule
@@ -562,6 +581,15 @@ def choose_schedule(
     ``build`` and ``sample_clock`` are for measurements in which other processes take part; see
     :func:`~pyop3_mlir.autotune.choose.choose`.
     """
+    only = None
+    bundle = active()
+    if bundle is not None and not can_compile():
+        only = bundle.schedules(loop_key(parloop.kernel, parloop.spec, device), device)
+        if not only:
+            raise CompilationError(
+                f"loop {parloop.name}: {bundle}, has no modules for it on {device}, and they "
+                "cannot be compiled here; make the bundle anew with a program that runs this loop"
+            )
     legal = legal_strategies(parloop, DeviceTraits.of(device))
     strategies = [
         name
@@ -576,6 +604,7 @@ def choose_schedule(
         strategies=strategies,
         batchings=("blocked",) if parloop.order_dependent else BATCHINGS,
         sample_clock=sample_clock,
+        only=only,
     )
 
 
@@ -608,7 +637,7 @@ class Scratch:
 
     def runner(self, schedule: Schedule) -> Runner:
         """Compile for a schedule; the result runs the loop once and returns what it wrote."""
-        bound = BoundLoop(self.loop, schedule, self.device)
+        bound = BoundLoop(self.loop, schedule, self.device, _MEASURED)
         fresh = False
 
         def run() -> Sequence[npt.NDArray[Any]]:

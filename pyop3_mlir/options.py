@@ -24,10 +24,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import platformdirs
-
 from pyop3_mlir.errors import OptionError
 from pyop3_mlir.lowering.schedule import BATCHINGS, STRATEGIES
+from pyop3_mlir.runtime.cache import user_cache_path
 
 __all__ = ["SETTINGS", "Options", "Setting", "configure_logging", "overriding"]
 
@@ -140,8 +139,14 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             Setting(
                 "cache_dir",
                 _directory,
-                lambda: platformdirs.user_cache_path("pyop3_mlir"),
+                user_cache_path,
                 "directory of compiled modules and tuning results",
+            ),
+            Setting(
+                "bundle",
+                _directory,
+                lambda: None,
+                "directory of modules that were compiled ahead of time",
             ),
             Setting(
                 "verify",
@@ -183,6 +188,8 @@ class Options:
         Seconds that tuning a loop may take.
     cache_dir
         Absolute; need not exist.
+    bundle
+        Absolute; None where modules are compiled here.
     verify
         Whether the original engine runs as well and results are compared.
     log
@@ -197,6 +204,7 @@ class Options:
     tune: str
     tune_budget: float
     cache_dir: Path
+    bundle: Path | None
     verify: bool
     log: str
     sources: Mapping[str, str] = field(compare=False, repr=False)

@@ -58,6 +58,7 @@ def choose(
     strategies: Sequence[str],
     batchings: Sequence[str] = BATCHINGS,
     sample_clock: Callable[[], float] | None = None,
+    only: Sequence[Schedule] | None = None,
 ) -> Choice:
     """Choose the schedule that a loop runs with.
 
@@ -77,6 +78,9 @@ def choose(
     sample_clock
         Clock that runs are timed by; this process's where not given. Where given, candidates are
         built one after another.
+    only
+        The schedules that there are, that to take unmeasured first; all that are worth measuring
+        where not given.
 
     Raises
     ------
@@ -89,11 +93,19 @@ def choose(
     usual = heuristic(statistics, traits, strategies)
     if usual.batching not in batchings:
         usual = replace(usual, batching=batchings[0])
+    if only is not None:
+        only = [s for s in only if s.strategy in strategies and s.batching in batchings]
+        if not only:
+            raise UnsupportedLoopError(
+                f"loop {loop.name}: what was compiled ahead of time has no schedule that fits the "
+                "settings strategy and batching"
+            )
+        usual = only[0]
     if options.tune == "off":
         return Choice(usual, "heuristic (tuning is off)")
     if loop.iteration_set.size == 0:
         return Choice(usual, "heuristic (there is nothing to measure on)")
-    listed = candidates(statistics, traits, strategies, batchings)
+    listed = list(only or candidates(statistics, traits, strategies, batchings))
     cache = Cache(options.cache_dir / "tuning")
     fingerprint = f"{device.info.name}, {device.threads} threads, {device.target.fingerprint}"
     key = tuning_key(loop, fingerprint, listed)
@@ -108,7 +120,9 @@ def choose(
         listed,
         build,
         budget_s=options.tune_budget,
-        neighbours=partial(neighbours, statistics=statistics, traits=traits),
+        neighbours=partial(neighbours, statistics=statistics, traits=traits)
+        if only is None
+        else None,
         workers=_workers() if sample_clock is None else 1,
         # on one thread nothing else counts than what this thread does
         sample_clock=sample_clock or (time.thread_time if device.threads == 1 else None),

@@ -88,8 +88,16 @@ def _versions() -> dict[str, str]:
         digest.update(path.read_bytes())
     return {
         "lowering": digest.hexdigest()[:16],
-        **{name: metadata.version(name) for name in ("iree-base-compiler", "xdsl")},
+        **{name: _version(name) for name in ("iree-base-compiler", "xdsl")},
     }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        # modules come from a bundle
+        return "none"
 
 
 def recall(cache: Cache, key: TuningKey) -> TuningResult | None:

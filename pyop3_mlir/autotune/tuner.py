@@ -9,6 +9,7 @@ budget is spent on telling the good ones apart.
 from __future__ import annotations
 
 import enum
+import importlib.util
 import logging
 import math
 import os
@@ -459,7 +460,7 @@ def _progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[str, in
     """Yield a function that takes what is being done and how many builds are to come."""
     if wanted is None:
         wanted = sys.stderr.isatty() and _is_first_process()
-    if not wanted:
+    if not wanted or importlib.util.find_spec("rich") is None:
         yield lambda text, remaining: None
         return
     from rich.console import Console

@@ -19,9 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
-__all__ = ["Cache", "Entry", "default_root"]
+__all__ = ["Cache", "Entry", "default_root", "user_cache_path"]
 
 log = logging.getLogger("pyop3_mlir")
 
@@ -39,7 +37,17 @@ STALE_SECONDS = 3600.0
 def default_root() -> Path:
     """``$PYOP3_MLIR_CACHE_DIR``, or the user's cache directory of the platform."""
     root = os.environ.get("PYOP3_MLIR_CACHE_DIR")
-    return Path(root).expanduser() if root else platformdirs.user_cache_path("pyop3_mlir")
+    return Path(root).expanduser() if root else user_cache_path()
+
+
+def user_cache_path() -> Path:
+    """The user's cache directory of the platform."""
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        # where modules come from a bundle, there may be nothing but numpy and IREE's runtime
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pyop3_mlir"
+    return platformdirs.user_cache_path("pyop3_mlir")
 
 
 @dataclass(frozen=True)

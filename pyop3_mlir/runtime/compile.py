@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyop3_mlir.errors import CompilationError
+from pyop3_mlir.runtime.bundle import active, can_compile
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.devices import Device
 
@@ -111,6 +112,11 @@ def compile_module(
         found = cache.get(entry)
         if found is not None:
             return found
+    if not can_compile():
+        raise CompilationError(
+            f"loop {name}: a module for {device.name} has to be compiled, but iree-base-compiler "
+            f"or xdsl is not installed{_where()}"
+        )
     if callable(text):
         text = text()
     flags = list(device.target.flags)
@@ -123,6 +129,13 @@ def compile_module(
     if cache is not None:
         cache.put(entry, vmfb)
     return vmfb
+
+
+def _where() -> str:
+    bundle = active()
+    if bundle is None:
+        return "; install them, or set PYOP3_MLIR_BUNDLE to modules that were compiled elsewhere"
+    return f", and {bundle}, does not have it"
 
 
 def _needs_libm(text: str) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "DeviceInfo",
     "Target",
     "available",
+    "cpu_device",
     "explain",
     "get_device",
     "gpu_target",
@@ -315,6 +316,44 @@ def host_target() -> Target:
             *COMMON_FLAGS,
         ),
     )
+
+
+_LEVELS = {
+    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe",
+    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
+}
+"""What each level adds, in the words of ``/proc/cpuinfo``. Source: x86-64 psABI, section 3.1.1."""
+
+
+def cpu_device(spec: str, level: str) -> Device:
+    """CPUs of a level of the x86-64 architecture, to compile for; nothing can run on it.
+
+    Parameters
+    ----------
+    spec
+        ``cpu`` or ``cpu:N`` (N threads).
+    level
+        ``x86-64-v2``, ``x86-64-v3`` or ``x86-64-v4``.
+
+    Raises
+    ------
+    DeviceError
+        For another level.
+    """
+    _, threads = _parse(spec)
+    if level not in _LEVELS:
+        raise DeviceError(f"{level!r} is no level of CPUs; there are {', '.join(_LEVELS)}")
+    names = list(_LEVELS)
+    features = " ".join(_LEVELS[name] for name in names[: names.index(level) + 1]).split()
+    host = host_target()
+    flags = tuple(
+        f"--iree-llvmcpu-target-cpu={level}" if "target-cpu=" in flag else flag
+        for flag in host.flags
+    )
+    target = Target(host.backend, level, frozenset(features), flags)
+    info = DeviceInfo(f"{spec} {level}", level, None, f64=True, f64_atomics=True)
+    return Device(spec, info, target, None, threads or 1)
 
 
 def _host_cpu() -> tuple[str, frozenset[str]]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import cache as memoise
 from typing import Any
 
+from pyop3_mlir.runtime import bundle
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, vm_instance
 
-__all__ = ["part", "subview_module"]
+__all__ = ["SUBVIEW_KEY", "part", "subview_module"]
+
+SUBVIEW_KEY = "subview"
+"""What a bundle lists the module under."""
 
 _SUBVIEW = """
 module @pyop3_mlir_subview {
@@ -31,6 +35,10 @@ module @pyop3_mlir_subview {
 
 def subview_module(device: Device) -> bytes:
     """The compiled module that :func:`part` needs on a device."""
+    bundled = bundle.active()
+    found = None if bundled is None else bundled.module(SUBVIEW_KEY, device)
+    if found is not None:
+        return found
     return compile_module(_SUBVIEW, device, name="subview")
 
 
