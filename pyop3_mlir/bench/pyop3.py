@@ -29,25 +29,21 @@ class _Assembly:
         self.tensor = self.assembler.allocate()
         self.calls: list[tuple[Any, dict[Any, Any]]] = []
 
-    def collect(self) -> None:
-        """Assemble once, and note with what each loop's executor is called."""
-        from pyop3_mlir.frontends.pyop3_names import find_names
-
-        executor: Any = find_names().CompiledCodeExecutor
-        original = executor.__call__
+    def collect(self, backend: Any) -> None:
+        """Assemble once, and note what executes each loop with a local kernel, on what."""
         calls = self.calls = []
+        original = backend.executor_class.__call__
 
-        def noted(this: Any, buffers: dict[Any, Any]) -> None:
-            # assignments around the loops are not the loops
-            if hasattr(this, "backend") and this.is_kernel:
-                calls.append((this, dict(buffers)))
-            original(this, buffers)
+        def noted(executor: Any, buffers: dict[Any, Any]) -> None:
+            if executor.called:
+                calls.append((executor, dict(buffers)))
+            original(executor, buffers)
 
-        executor.__call__ = noted
+        backend.executor_class.__call__ = noted
         try:
             self.run_whole()
         finally:
-            executor.__call__ = original
+            backend.executor_class.__call__ = original
 
     def run_ours(self) -> None:
         """Run the loops on the engine, pyop3's halo exchanges included."""
@@ -97,11 +93,11 @@ def run_case(
     expected = assembly.result()
     backend = attach(Options.resolve(device="cpu", tune="off", tune_budget=tune_budget))
     try:
-        assembly.collect()
+        assembly.collect(backend)
         bound = [
             loop
             for executor, buffers in assembly.calls
-            for loop in backend.tune(executor, buffers, schedule)
+            for loop in backend.tune(executor.replaced(buffers), schedule)
         ]
         difference = np.abs(assembly.result() - expected).max()
         # both run in this thread: its own time leaves out who else has the core

@@ -9,11 +9,12 @@ that cannot be read, lowered or compiled runs pyop3's own code, and says once wh
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,8 @@ Array = npt.NDArray[Any]
 HOT_ASSIGNMENT_SECONDS = 0.1
 """An assignment is lowered once it has been called a few times that took this long together."""
 
-BOUND_LIMIT = 8
-"""Sets of buffers that a loop is kept bound to."""
+REPLACED_LIMIT = 3
+"""Sets of replaced buffers with which a loop is kept ready to run."""
 
 
 @dataclass(eq=False)
@@ -50,6 +51,7 @@ class _Loop:
     seconds: float = 0.0
     deferred: str = ""
     plans: tuple[Plan, ...] | None = None
+    places: dict[Any, int] = field(default_factory=dict)
     watched: tuple[tuple[Any, int], ...] = ()
     failed: bool = False
 
@@ -59,6 +61,7 @@ class _Bound:
     """A loop on data: readings, and what runs each of them."""
 
     handles: tuple[Any, ...]
+    plans: tuple[Plan, ...] | None
     readings: tuple[Reading, ...]
     calls: list[Any]
     count: int = 0
@@ -97,7 +100,7 @@ class Backend:
         self.entries: dict[str, Entry] = {}
         self.patience = HOT_CALLS
         self.names: Names | None = None
-        self._executor: Any = None
+        self.executor_class: Any = None
         self._undo: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._importers: list[Any] = []
@@ -117,7 +120,7 @@ class Backend:
             Where the installed pyop3 lacks something that is needed.
         """
         names = self.names = find_names()
-        self._executor = _executor_class(names)
+        self.executor_class = _executor_class(names)
         context: Any = names.InstructionExecutionContext
         original = vars(context)["compile"]
         if isinstance(original, _Compile):
@@ -139,7 +142,13 @@ class Backend:
         """Our executor for a context, given pyop3's."""
         found = context.__dict__.get("_pyop3_mlir")
         if found is None or found.backend is not self or found.original is not original:
-            found = context.__dict__["_pyop3_mlir"] = self._executor(self, context, original)
+            found = context.__dict__["_pyop3_mlir"] = self.executor_class(
+                self,
+                original,
+                context.root_insn,
+                context.compiler_parameters,
+                context._preprocessed,
+            )
         return found
 
     # -----------------------------------------------------------------------------------------
@@ -187,7 +196,7 @@ class Backend:
     def _describe(self, executor: Any) -> _Loop:
         """A loop that is seen for the first time: its line of the report, and whether to wait."""
         assert self.names is not None
-        calls = _called(executor.instruction, self.names)
+        calls = executor.called
         if not calls:
             entry = self.entries.setdefault("assignment", Entry("assignment"))
             return _Loop(self, entry, deferred="assignments are left to pyop3 until they are hot")
@@ -202,15 +211,16 @@ class Backend:
                 loop.entry.reason = loop.entry.reason or loop.deferred
                 return None
             loop.deferred = ""
-        stale = any(buffer.state != state for buffer, state in loop.watched)
-        if stale:
+        assert self.names is not None
+        if any(buffer.state != state for buffer, state in loop.watched):
+            # a map has changed
             loop.plans = None
-            executor.bound.clear()
-        key = tuple(map(id, handles))
-        bound: _Bound | None = executor.bound.get(key)
-        if bound is not None and bound.current():
+        device = self.names.get_current_device()
+        bound: _Bound | None = executor.bound.get(device)
+        if bound is not None and bound.plans is loop.plans and bound.current():
             return bound
-        return self._prepare(executor, loop, handles, key)
+        bound = executor.bound[device] = self._prepare(executor, loop, handles)
+        return bound
 
     def _is_hot(self, executor: Any, loop: _Loop) -> bool:
         """Whether an assignment is worth compiling."""
@@ -225,16 +235,14 @@ class Backend:
             return bool(executor.comm.allreduce(hot, op=MPI.LOR))
         return hot
 
-    def _prepare(
-        self, executor: Any, loop: _Loop, handles: tuple[Any, ...], key: tuple[int, ...]
-    ) -> _Bound | None:
+    def _prepare(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> _Bound | None:
         entry = loop.entry
         bound = None
         reason = ""
         try:
             readings = self._agree(executor.comm, lambda: self._read(executor, loop, handles))
             calls = [self._compile(executor.comm, reading) for reading in readings]
-            bound = _Bound(handles, readings, calls)
+            bound = _Bound(handles, loop.plans, readings, calls)
         except Exception as error:
             # on all processes, or on none: the original code is compiled collectively too
             reason = str(error) or type(error).__name__
@@ -253,9 +261,6 @@ class Backend:
         if bound.calls:
             entry.strategy = str(bound.calls[0].schedule)
             entry.reason = bound.calls[0].reason
-        executor.bound[key] = bound
-        while len(executor.bound) > BOUND_LIMIT:
-            executor.bound.popitem(last=False)
         return bound
 
     def _agree(self, comm: Any, read: Callable[[], tuple[Reading, ...]]) -> tuple[Reading, ...]:
@@ -274,8 +279,11 @@ class Backend:
         """The loop on data; it is read where that has not been done."""
         assert self.names is not None
         if loop.plans is None:
-            masked = bool(getattr(executor.parameters, "mask_array_accesses", False))
-            reader = Reader(self.names, masked=masked)
+            reader = Reader(self.names, masked=executor.masked)
+            loop.places = {
+                (id(view.buffer), view.nest_indices): number
+                for number, view in enumerate(executor.kernel_name_to_buffer_info.values())
+            }
             units = reader.read(executor.preprocessed())
             loop.watched = tuple(
                 (buffer, state) for buffer, state in reader.watched.values() if not buffer.constant
@@ -283,7 +291,15 @@ class Backend:
             loop.plans = tuple(
                 make_plan(unit, self.names, _size_of, self._importers) for unit in units
             )
-        array_of = executor.positions(handles)
+
+        def array_of(view: Any) -> Any:
+            number = loop.places.get((id(view.buffer), view.nest_indices))
+            if number is not None:
+                return handles[number]
+            if not view.buffer.constant:
+                raise UnsupportedLoopError(f"{view.buffer.name} is not passed to the loop")
+            return view.handle
+
         return tuple(plan.bind(array_of) for plan in loop.plans)
 
     def _compile(self, comm: Any, reading: Reading, tune: bool = False) -> Any:
@@ -335,17 +351,13 @@ class Backend:
         loop.entry.strategy = str(bound.calls[0].schedule)
         loop.entry.reason = bound.calls[0].reason
 
-    def tune(
-        self, executor: Any, buffers: Mapping[Any, Any] | None = None, schedule: Any = None
-    ) -> list[Any]:
+    def tune(self, executor: Any, schedule: Any = None) -> list[Any]:
         """Choose the schedules of a loop now, without waiting for it to be hot.
 
         Parameters
         ----------
         executor
-            What ``compile()`` of the loop's execution context returns.
-        buffers
-            Replaced buffers, as the executor is called with; none where not given.
+            What ``compile()`` of the execution context returns, or its ``replaced(buffers)``.
         schedule
             What it is to run with from now on; chosen by measurement where not given.
 
@@ -359,7 +371,7 @@ class Backend:
         UnsupportedLoopError
             Where pyop3 runs the loop; the message says why.
         """
-        handles = executor.handles(buffers or {})
+        handles = executor._default_exec_arguments
         loop = self._loop(executor)
         loop.deferred = ""
         bound = None if loop.failed else self._find(executor, loop, handles)
@@ -477,7 +489,9 @@ def _executor_class(names: Names) -> Any:
     class Executor(base):
         """Runs a loop on the engine after pyop3's halo exchanges."""
 
-        def __init__(self, backend: Backend, context: Any, original: Any) -> None:
+        def __init__(
+            self, backend: Backend, original: Any, instruction: Any, parameters: Any, tree: Any
+        ) -> None:
             super().__init__(
                 self._execute,
                 original.kernel_name_to_buffer_info,
@@ -486,11 +500,42 @@ def _executor_class(names: Names) -> Any:
             )
             self.backend = backend
             self.original = original
-            self.instruction = context.root_insn
-            self.parameters = context.compiler_parameters
-            self._preprocessed = context._preprocessed
+            self.bound: dict[Any, _Bound] = {}
+            self._instruction = instruction
+            self._parameters = parameters
+            self._tree = tree
             self._defaults: dict[Any, tuple[Any, ...]] = {}
-            self.bound: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+            self._replaced: OrderedDict[tuple[int, ...], Executor] = OrderedDict()
+
+        def __call__(self, new_buffers: Mapping[Any, Any]) -> None:
+            base.__call__(self.replaced(new_buffers), {})
+
+        def replaced(self, new_buffers: Mapping[Any, Any]) -> Executor:
+            """The executor with other buffers, kept for the next call with the same ones."""
+            if not new_buffers:
+                return self
+            key = tuple(map(id, itertools.chain(*new_buffers.items())))
+            found = self._replaced.get(key)
+            if found is None:
+                views = {
+                    name: names.IndexedBuffer(
+                        new_buffers.get(view.buffer, view.buffer), view.nest_indices
+                    )
+                    for name, view in self.kernel_name_to_buffer_info.items()
+                }
+                intents = {
+                    new_buffers.get(buffer, buffer): intent
+                    for buffer, intent in self.buffer_intents.items()
+                }
+                original = base(self.original.executable, views, intents, self.comm)
+                found = Executor(
+                    self.backend, original, self._instruction, self._parameters, self._tree
+                )
+                # it keeps the buffers alive, so that their numbers are not used again
+                self._replaced[key] = found
+                while len(self._replaced) > REPLACED_LIMIT:
+                    self._replaced.popitem(last=False)
+            return found
 
         def _execute(self, *handles: Any) -> None:
             self.backend.execute(self, handles)
@@ -509,19 +554,15 @@ def _executor_class(names: Names) -> Any:
                 )
             return found
 
-        def handles(self, buffers: Mapping[Any, Any]) -> tuple[Any, ...]:
-            """What the loop is called with where some buffers are replaced."""
-            if not buffers:
-                return self._default_exec_arguments
-            return tuple(
-                view.record_new(buffer=buffers.get(view.buffer, view.buffer)).handle
-                for view in self.kernel_name_to_buffer_info.values()
-            )
+        @property
+        def called(self) -> list[Any]:
+            """The calls of local kernels."""
+            return _called(self._instruction, names)
 
         @property
-        def is_kernel(self) -> bool:
-            """Whether a local kernel is called."""
-            return bool(_called(self.instruction, names))
+        def masked(self) -> bool:
+            """Whether pyop3 skips accesses at negative places."""
+            return bool(getattr(self._parameters, "mask_array_accesses", False))
 
         def run_original(self, handles: Sequence[Any]) -> None:
             """Run pyop3's own code."""
@@ -530,30 +571,11 @@ def _executor_class(names: Names) -> Any:
 
         def preprocessed(self) -> Any:
             """The instructions that pyop3 generates code from."""
-            if self._preprocessed is None:
+            if self._tree is None:
                 # compiled earlier, so that pyop3 itself did not need them this time
-                context = names.InstructionExecutionContext(self.instruction, self.parameters)
-                self._preprocessed = context.preprocess()
-            return self._preprocessed
-
-        def positions(self, handles: Sequence[Any]) -> Callable[[Any], Any]:
-            """Gives the array or matrix of a buffer, of those that are passed."""
-            places = {
-                (id(view.buffer), view.nest_indices): handle
-                for view, handle in zip(
-                    self.kernel_name_to_buffer_info.values(), handles, strict=True
-                )
-            }
-
-            def array_of(view: Any) -> Any:
-                found = places.get((id(view.buffer), view.nest_indices))
-                if found is None:
-                    if not view.buffer.constant:
-                        raise UnsupportedLoopError(f"{view.buffer.name} is not passed to the loop")
-                    found = view.handle
-                return found
-
-            return array_of
+                context = names.InstructionExecutionContext(self._instruction, self._parameters)
+                self._tree = context.preprocess()
+            return self._tree
 
     return Executor
 
