@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.bench.meshes import Mesh, aligned, tetrahedra, triangles
-from pyop3_mlir.kernels import elements
 from pyop3_mlir.kernels.program import KernelArgument, LocalKernel
 from pyop3_mlir.parloop import INC, READ, Argument, IndexTable, IterationSet, Parloop
 from pyop3_mlir.planning import csr_pattern, csr_positions
 
+if TYPE_CHECKING:
+    from pyop3_mlir.kernels.elements import GemKernel
+
 __all__ = ["CASES", "Case", "FormLoop", "case_named", "signature"]
 
 
-def signature(kernel: elements.GemKernel) -> LocalKernel:
+def signature(kernel: GemKernel) -> LocalKernel:
     """Make a kernel with the arguments of ``kernel`` and no work, for loops that others run."""
     arguments = tuple(KernelArgument(*argument) for argument in kernel.arguments)
     return LocalKernel(kernel.name, arguments, (), ())
@@ -48,14 +50,19 @@ class FormLoop:
     fold: bool = True
 
     @cached_property
-    def gem(self) -> elements.GemKernel:
+    def gem(self) -> GemKernel:
         """The local kernel in GEM."""
+        # meshes and arguments need no finite elements
+        from pyop3_mlir.kernels import elements
+
         mesh = self.mesh
         return elements.expressions(self.form, mesh.cell, mesh.degree, self.rank, fold=self.fold)
 
     @cached_property
     def kernel(self) -> LocalKernel:
         """The local kernel as a tensor program."""
+        from pyop3_mlir.kernels import elements
+
         mesh = self.mesh
         return elements.kernel(self.form, mesh.cell, mesh.degree, self.rank, fold=self.fold)
 
