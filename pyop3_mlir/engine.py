@@ -116,7 +116,7 @@ class Module:
     @property
     def key(self) -> str:
         """Digest of what the code depends on: the same in all processes, on all equal machines."""
-        text = repr((*self.identity[:5], _lowering_digest()))
+        text = repr((*self.identity[:5], _lowering_digest() if can_compile() else None))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property

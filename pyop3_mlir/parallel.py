@@ -35,6 +35,7 @@ from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import Parloop
 from pyop3_mlir.runtime.devices import Device, available, get_device
+from pyop3_mlir.runtime.subview import load_subview, subview_loaded, subview_module
 
 __all__ = [
     "Place",
@@ -134,7 +135,7 @@ def compile(  # noqa: A001
         return own, engine.modules_for(parloop, own, where)
 
     own, needed = together(comm, modules)
-    share(comm, needed)
+    share(comm, [*needed, _Subview(where)])
     return together(comm, lambda: BoundLoop(parloop, own, where, reason))
 
 
@@ -173,7 +174,28 @@ def _own(schedule: Schedule, parloop: Parloop, device: Device, options: Options)
     return schedule
 
 
-def share(comm: Any, modules: Sequence[Module]) -> None:
+@dataclass(frozen=True)
+class _Subview:
+    """What arrays are passed to a device by, as a module to be shared."""
+
+    device: Device
+
+    @property
+    def key(self) -> str:
+        return f"subview {self.device.target.fingerprint}"
+
+    @property
+    def loaded(self) -> bool:
+        return subview_loaded(self.device)
+
+    def build(self) -> bytes:
+        return subview_module(self.device)
+
+    def load(self, content: bytes) -> None:
+        load_subview(self.device, content)
+
+
+def share(comm: Any, modules: Sequence[Module | _Subview]) -> None:
     """Load modules on all processes, each compiled or read by one of those that need it.
 
     Collective. Different modules are compiled by different processes at the same time.
@@ -394,7 +416,7 @@ class _Council:
             return scratch, own, engine.modules_for(scratch.loop, own, self.device)
 
         scratch, own, needed = together(self.comm, modules)
-        share(self.comm, needed)
+        share(self.comm, [*needed, _Subview(self.device)])
         self._runners[number] = together(self.comm, lambda: scratch.runner(own))
 
     def _run(self, number: int) -> Arrays:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache as memoise
 from typing import Any
 
 from pyop3_mlir.runtime import bundle
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import Device, vm_instance
 
-__all__ = ["SUBVIEW_KEY", "part", "subview_module"]
+__all__ = ["SUBVIEW_KEY", "load_subview", "part", "subview_loaded", "subview_module"]
 
 SUBVIEW_KEY = "subview"
 """What a bundle lists the module under."""
@@ -42,14 +41,25 @@ def subview_module(device: Device) -> bytes:
     return compile_module(_SUBVIEW, device, name="subview")
 
 
-@memoise
-def _function(device: Device) -> tuple[Any, Any]:
-    """Context and function that make a view of a part of a buffer."""
+_functions: dict[Device, tuple[Any, Any]] = {}
+
+
+def subview_loaded(device: Device) -> bool:
+    """Whether this process has the module already."""
+    return device in _functions
+
+
+def load_subview(device: Device, content: bytes) -> tuple[Any, Any]:
+    """Load what :func:`subview_module` gave, here or in another process.
+
+    Returns the context and the function in it.
+    """
     import iree.runtime as iree
 
-    module = iree.VmModule.copy_buffer(vm_instance(), subview_module(device))
+    module = iree.VmModule.copy_buffer(vm_instance(), content)
     context = iree.VmContext(vm_instance(), modules=[device.hal_module, module])
-    return context, module.lookup_function("subview")
+    found = _functions[device] = context, module.lookup_function("subview")
+    return found
 
 
 def part(memory: Any, offset: int, length: int, device: Device) -> Any:
@@ -71,7 +81,7 @@ def part(memory: Any, offset: int, length: int, device: Device) -> Any:
     """
     import iree.runtime as iree
 
-    context, function = _function(device)
+    context, function = _functions.get(device) or load_subview(device, subview_module(device))
     element = iree.HalElementType.UINT_8
     arguments, results = iree.VmVariantList(5), iree.VmVariantList(1)
     arguments.push_ref(iree.HalBufferView(memory, [memory.byte_length()], element).ref)
