@@ -1,9 +1,9 @@
 """Which schedules are worth measuring for a loop on a device, and which to take unmeasured.
 
-The heuristic (tuning off) on a CPU is in_order, blocked, with the shape that was best on most of the
-benchmark's cases: W = 4 in double precision with sixteen accumulators for kernels with contractions,
-W = 16 for those without. On a GPU it is flat: atomic for kernels that write few values a cell,
-segmented for the others. ``docs/autotuner.md`` has the reasons.
+The heuristic (tuning off) on a CPU is in_order, blocked, with the shape that was best on most of
+the benchmark's cases: W = 4 in double precision with sixteen accumulators for kernels with
+contractions, W = 16 for those without. On a GPU it is flat: atomic for kernels that write few
+values a cell, segmented for the others. ``docs/autotuner.md`` has the reasons.
 """
 
 from __future__ import annotations

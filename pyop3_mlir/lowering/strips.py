@@ -201,7 +201,7 @@ def _strip(
 
 
 def bytes_of_temporaries(kernel: LocalKernel, width: int) -> int:
-    """Bytes that the temporaries of a block of ``width`` cells take, with strips where they help."""
+    """Bytes of the temporaries of a block of ``width`` cells, with strips where they help."""
     nests = [_nest(statement) for statement in kernel.statements]
     sizes: dict[Hashable, int] = {
         result: result.size * result.dtype.itemsize * width

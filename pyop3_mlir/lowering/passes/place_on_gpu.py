@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xdsl.context import Context
 from xdsl.dialects import memref
 from xdsl.dialects.builtin import ArrayAttr, MemRefType, ModuleOp
-from xdsl.ir import Attribute
+from xdsl.ir import Attribute, Operation
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
@@ -73,8 +73,10 @@ class PlaceOnGpuPass(ModulePass):
                     inner.memref.replace_all_uses_with(argument)
                 else:
                     continue
-                inner.detach()
-                inner.erase()
+                # mypy has forgotten which operation it is
+                done: Operation = inner
+                done.detach()
+                done.erase()
             if tables:
                 function.attributes[TABLES] = ArrayAttr(tables)
                 function.update_function_type()
