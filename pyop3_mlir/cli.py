@@ -420,10 +420,20 @@ def cache_verify() -> None:
 
 @app.command()
 def doctor(device: Device = None) -> None:
-    """Check the installation: versions, devices, caches, and a loop that is compiled and run."""
-    from pyop3_mlir.doctor import State, examine
+    """Check the installation: versions, devices, caches, and a loop that is compiled and run.
+
+    Under mpiexec it shows where each process runs.
+    """
+    from pyop3_mlir.doctor import State, examine, placement_table
+    from pyop3_mlir.parallel import placement, world
 
     options = Options.resolve(device=device)
+    processes = world()
+    if processes is not None:
+        places = placement(processes, options.device)
+        if processes.rank:
+            return
+        _console().print(placement_table(places))
     table = Table("", "what", "found", show_lines=False)
     marks = {State.GOOD: "[green]good[/]", State.NOTE: "note", State.BAD: "[bold red]bad[/]"}
     bad = 0
@@ -524,4 +534,9 @@ def main() -> None:
 
 def _fail(message: str) -> NoReturn:
     Console(stderr=True).print("[bold red]error:[/]", escape(message), soft_wrap=True)
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.COMM_WORLD.size > 1:
+        # other processes may wait for this one, and leaving waits for them
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
     sys.exit(1)

@@ -7,9 +7,10 @@ import importlib.util
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from pyop3_mlir import __version__
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import Parloop
 
-__all__ = ["Finding", "State", "examine", "small_loop"]
+if TYPE_CHECKING:
+    from pyop3_mlir.parallel import Place
+
+__all__ = ["Finding", "State", "examine", "placement_table", "small_loop"]
 
 
 class State(enum.Enum):
@@ -78,6 +82,54 @@ def examine(options: Options) -> Iterator[Finding]:
     yield _attempt("cache", lambda: _check_cache(options), State.NOTE)
     yield _attempt(f"device {options.device}", lambda: _check_device(options), State.BAD)
     yield _attempt("a loop", lambda: _check_loop(options), State.BAD)
+
+
+def placement_table(places: Sequence[Place]) -> Any:
+    """Where the processes of an MPI program run, a :class:`rich.table.Table`.
+
+    Parameters
+    ----------
+    places
+        From :func:`~pyop3_mlir.parallel.placement`.
+    """
+    from rich.table import Table
+
+    table = Table("process", "machine", "its number there", "device", "threads", "cores")
+    for place in places:
+        table.add_row(
+            str(place.rank),
+            place.host,
+            str(place.local_rank),
+            place.device,
+            str(place.threads) if place.threads else "",
+            _ranges(place.cores),
+        )
+    table.caption = "; ".join(_crowded(places))
+    return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3,8`` for 0, 1, 2, 3 and 8."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def _crowded(places: Sequence[Place]) -> Iterator[str]:
+    """Machines on which threads have to share cores, or processes a GPU."""
+    for host in dict.fromkeys(place.host for place in places):
+        here = [place for place in places if place.host == host]
+        threads = sum(place.threads for place in here)
+        cores = len({core for place in here for core in place.cores})
+        if threads > cores:
+            yield f"{host}: {threads} threads share {cores} cores"
+        gpus = [place.device for place in here if not place.threads]
+        if len(set(gpus)) < len(gpus):
+            yield f"{host}: {len(gpus)} processes share {len(set(gpus))} GPUs"
 
 
 def _version(distribution: str) -> Finding:

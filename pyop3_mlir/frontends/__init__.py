@@ -117,20 +117,44 @@ def report_as_dict() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``{"loops": [{"name", "calls", "lowered", "strategy", "reason", "seconds"}],
-        "lowered_fraction", "bytes_moved": {device: {"to_device", "to_host"}}}``; the fraction is 1
-        where there were no calls. Bytes are those between the host and devices with memory of their
-        own.
+        ``{"loops": [{"name", "calls", "lowered", "strategy", "reason", "seconds", "core",
+        "waiting", "owned"}], "lowered_fraction", "bytes_moved": {device: {"to_device",
+        "to_host"}}}``; the fraction is 1 where there were no calls. Bytes are those between the
+        host and devices with memory of their own. Under MPI these are this process's; see
+        :class:`~pyop3_mlir.frontends.dropin.Entry` for the times.
     """
+    return _content(list(_entries().values()))
+
+
+def _entries() -> dict[str, dict[str, Any]]:
     parts = [*_finished, *(part for parts in _attached for part in parts)]
-    entries = [entry for part in parts for entry in part.entries.values()]
-    calls = sum(entry.calls for entry in entries)
-    lowered = sum(entry.lowered for entry in entries)
     return {
-        "loops": [entry.as_dict() for entry in entries],
+        f"{number} {key}": entry.as_dict()
+        for number, part in enumerate(parts)
+        for key, entry in part.entries.items()
+    }
+
+
+def _content(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    calls = sum(entry["calls"] for entry in entries)
+    lowered = sum(entry["lowered"] for entry in entries)
+    return {
+        "loops": entries,
         "lowered_fraction": lowered / calls if calls else 1.0,
         "bytes_moved": _bytes_moved(),
     }
+
+
+def _content_of_all(world: Any) -> dict[str, Any]:
+    """The report of all processes, on the first: the largest of each number. Collective."""
+    merged: dict[str, dict[str, Any]] = {}
+    for entries in world.gather(_entries()) or ():
+        for key, entry in entries.items():
+            found = merged.setdefault(key, dict(entry))
+            for name, value in entry.items():
+                if not isinstance(value, str):
+                    found[name] = max(found[name], value)
+    return {**_content(list(merged.values())), "processes": world.size}
 
 
 def _bytes_moved() -> dict[str, dict[str, int]]:
@@ -149,7 +173,7 @@ def report(path: str | Path | None = None) -> None:
     """
     content = report_as_dict()
     if path is not None:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _write(content, path)
         return
     from rich.console import Console
     from rich.table import Table
@@ -170,6 +194,10 @@ def report(path: str | Path | None = None) -> None:
         print(f"{moved['to_device']:,} bytes to {device}, {moved['to_host']:,} back")
 
 
+def _write(content: dict[str, Any], path: str | Path) -> None:
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def run_script(
     script: str, arguments: Sequence[str], report_path: str | None = None, **settings: Any
 ) -> None:
@@ -182,7 +210,8 @@ def run_script(
     arguments
         Its command line, PETSc's options included.
     report_path
-        Where to write the report as JSON; the first MPI process does it, also where the script fails.
+        Where to write the report as JSON. Under MPI the first process writes it, with the largest
+        of all processes' calls and times. Where the script fails, the loops until then.
     **settings
         As for :func:`install`.
     """
@@ -191,14 +220,28 @@ def run_script(
     if importlib.util.find_spec("firedrake") is not None:
         # it starts PETSc, with the script's options, which PyOP2 alone would do without them
         importlib.import_module("firedrake")
+    failed = True
     with backend(**settings):
         try:
             runpy.run_path(script, run_name="__main__")
+            failed = False
+        except SystemExit:
+            failed = False
+            raise
         finally:
-            if report_path is not None and _is_first_process():
-                report(report_path)
+            if report_path is not None:
+                _report_of_run(report_path, failed)
 
 
-def _is_first_process() -> bool:
+def _report_of_run(path: str, failed: bool) -> None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    return mpi is None or mpi.COMM_WORLD.rank == 0
+    world = None if mpi is None else mpi.COMM_WORLD
+    if world is None or world.size == 1:
+        report(path)
+    elif not failed:
+        content = _content_of_all(world)
+        if world.rank == 0:
+            _write(content, path)
+    elif world.rank == 0:
+        # the others may wait for this one somewhere
+        report(path)
