@@ -195,20 +195,23 @@ class Backend:
     def compute(self, loop: Any, part: Any) -> None:
         """What ``Parloop._compute`` does while attached."""
         bound = loop.__dict__.get("_pyop3_mlir")
+        first = part is loop.iterset.core_part
+        if bound is not None and not first and not part.size:
+            # without other processes there is no owned part, and this is called all the same
+            self._tune_if_hot(bound, loop)
+            return
         if bound is None or bound.backend is not self or not self._fits(bound, loop):
             bound = self._prepare(loop)
             loop.__dict__["_pyop3_mlir"] = bound
         entry = bound.entry
-        first = part is loop.iterset.core_part
         if first:
             entry.calls += 1
             entry.lowered += bound.call is not None
             bound.calls += 1
         else:
             entry.waiting += time.perf_counter() - bound.left
-            if bound.call is not None and not bound.tuned and bound.calls > HOT_CALLS:
-                # not before the halo is there: what is read may not change meanwhile
-                self._tune(bound, loop)
+            # not before the halo is there: what is read may not change meanwhile
+            self._tune_if_hot(bound, loop)
         started = time.perf_counter()
         if bound.call is None:
             self.original(loop, part)
@@ -329,8 +332,10 @@ class Backend:
             options = replace(options, tune="off")
         return parallel.compile(loop.comm, propose, options=options)
 
-    def _tune(self, bound: _Bound, loop: Any) -> None:
-        """Choose the schedule of a hot loop by measurement."""
+    def _tune_if_hot(self, bound: _Bound, loop: Any) -> None:
+        """Choose the schedule of a loop by measurement where it has run often and long."""
+        if bound.call is None or bound.tuned or bound.calls <= HOT_CALLS:
+            return
         hot = bound.seconds > HOT_SECONDS
         if loop.comm.size > 1:
             from mpi4py import MPI
