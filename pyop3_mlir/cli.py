@@ -215,6 +215,36 @@ def bench_pyop3(
     console.print(bench.table(rows))
 
 
+@bench_app.command("mpi")
+def bench_mpi(
+    json: Json = None,
+    case: Cases = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Number of processes; may be given several times."),
+    ] = None,
+    size: Size = 1.0,
+    runs: Annotated[int, typer.Option(min=7, help="Samples of each case.")] = 15,
+    budget: Budget = None,
+) -> None:
+    """Measure weak and strong scaling on this machine, beside PyOP2's; starts mpiexec itself."""
+    from pyop3_mlir.bench.mpi import CASES, run_mpi_bench, table
+
+    cases = _known_cases(case, CASES)
+    console = _console()
+    with _measuring(console) as report:
+        rows = run_mpi_bench(
+            json,
+            cases,
+            ranks=ranks or None,
+            size=size,
+            runs=runs,
+            tune_budget=budget,
+            report=report,
+        )
+    console.print(table(rows))
+
+
 @bench_app.command("tuner")
 def bench_tuner(
     json: Json = None,
