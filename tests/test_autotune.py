@@ -405,7 +405,7 @@ def test_heuristic_on_cpu_threads_needs_no_order():
 def test_heuristic_on_a_gpu_depends_on_the_order(rows, expected):
     statistics = KernelStatistics.of(kernel(rows=rows))
     chosen = heuristic(statistics, GPU, ["colour", "segmented", "atomic"])
-    assert (chosen.strategy, chosen.batching) == (expected, "flat")
+    assert (chosen.strategy, chosen.batching, chosen.width) == (expected, "blocked", 1)
 
 
 def test_heuristic_takes_what_can_run():

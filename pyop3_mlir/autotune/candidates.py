@@ -2,8 +2,8 @@
 
 The heuristic (tuning off) on a CPU is in_order, blocked, with the shape that was best on most of
 the benchmark's cases: W = 4 in double precision with sixteen accumulators for kernels with
-contractions, W = 16 for those without. On a GPU it is flat: atomic for kernels that write few
-values a cell, segmented for the others. ``docs/autotuner.md`` has the reasons.
+contractions, W = 16 for those without. On a GPU a thread does a cell: atomic for kernels that write
+few values a cell, segmented for the others. ``docs/autotuner.md`` has the reasons.
 """
 
 from __future__ import annotations
@@ -214,7 +214,9 @@ def heuristic(
         preferred = ["in_order", "segmented", "colour"]
     strategy = next((name for name in preferred if name in strategies), strategies[0])
     if traits.gpu:
-        return Schedule(strategy, "flat", 1, min(4, statistics.accumulators))
+        # a thread does a cell in one kernel, with its values in registers; flat passes them from
+        # kernel to kernel through memory
+        return Schedule(strategy, "blocked", 1, min(4, statistics.accumulators))
     return Schedule(strategy, "blocked", *_shapes(statistics, traits)[0])
 
 
@@ -245,9 +247,9 @@ def candidates(
     else:
         flat = []
     if traits.gpu:
-        # blocked: a thread does a cell in code of our own; flat: IREE makes the dispatches
-        own = [replace(schedule, batching="blocked", width=1) for schedule in (base, *flat)]
-        return list(dict.fromkeys([*found, *flat, *(own if "blocked" in batchings else [])]))
+        if "blocked" in batchings:
+            found += [replace(base, strategy=name) for name in others]
+        return list(dict.fromkeys([*found, *flat]))
     if "blocked" in batchings:
         shapes = _shapes(statistics, traits)
         found += [
