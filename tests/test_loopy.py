@@ -6,7 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import loopy as lp
 import numpy as np
@@ -669,3 +669,208 @@ def test_arguments_in_parts() -> None:
         np.testing.assert_allclose(
             found[argument].reshape(CELLS, m, n), expected[:, r : r + m, c : c + n], rtol=1e-14
         )
+
+
+class RandomKernel:
+    """A random kernel: as loopy instructions, and run by plain Python."""
+
+    SHAPES: ClassVar = {
+        "A": (6,),
+        "B": (2, 3),
+        "x": (6,),
+        "y": (2, 3),
+        "s": (),
+        "t": (3,),
+        "u": (2, 3),
+    }
+    WRITTEN = ("A", "B", "s", "t", "u")
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.loops = 0
+        self.extents: dict[str, int] = {}
+        self.instructions: list[Any] = []
+        self.program: list[Any] = []
+        # temporaries start at zero
+        for name in ("s", "t", "u"):
+            self.program.append(self.zero(name))
+        self.program += [self.statement({}, 0) for _ in range(rng.integers(2, 5))]
+        self.program.append(self.assign("A", ("i0",), {"i0": 6}, final=True))
+
+    def zero(self, name: str) -> Any:
+        inames = [self.loop(extent) for extent in self.SHAPES[name]]
+        node: Any = ("=", name, tuple((i, 1, 0) for i in inames), ("number", 0.0), False)
+        for iname in reversed(inames):
+            node = ("for", iname, [node])
+        return node
+
+    def loop(self, extent: int) -> str:
+        name = f"i{self.loops}"
+        self.loops += 1
+        self.extents[name] = extent
+        return name
+
+    def statement(self, scope: dict[str, int], depth: int) -> Any:
+        if depth < 3 and self.rng.random() < (0.75 if depth == 0 else 0.45):
+            iname = self.loop(int(self.rng.integers(2, 4)))
+            inner = {**scope, iname: self.extents[iname]}
+            body = [self.statement(inner, depth + 1) for _ in range(self.rng.integers(1, 4))]
+            return ("for", iname, body)
+        return self.assign(str(self.rng.choice(self.WRITTEN)), None, scope)
+
+    def assign(self, name: str, _: Any, scope: dict[str, int], final: bool = False) -> Any:
+        if final:
+            iname = self.loop(6)
+            scope = {iname: 6}
+            subscripts: Any = ((iname, 1, 0),)
+        else:
+            subscripts = self.subscripts(name, scope)
+        adds = final or self.rng.random() < 0.6
+        value = self.expression(scope, 2)
+        node = ("=", name, subscripts, value, adds)
+        return ("for", iname, [node]) if final else node
+
+    def subscripts(self, name: str, scope: dict[str, int]) -> tuple[Any, ...]:
+        found = []
+        for extent in self.SHAPES[name]:
+            choices: list[Any] = [(None, 0, int(self.rng.integers(extent)))]
+            for iname, n in scope.items():
+                choices += [
+                    (iname, factor, shift)
+                    for factor in (1, 1, 2, -1)
+                    for shift in range(extent)
+                    if shift + min(0, factor * (n - 1)) >= 0
+                    and shift + max(0, factor * (n - 1)) < extent
+                ]
+            found.append(choices[int(self.rng.integers(len(choices)))])
+        return tuple(found)
+
+    def expression(self, scope: dict[str, int], depth: int) -> Any:
+        kind = self.rng.random()
+        if depth == 0 or kind < 0.3:
+            if self.rng.random() < 0.2:
+                return ("number", float(self.rng.integers(1, 9)) / 8)
+            name = str(self.rng.choice(list(self.SHAPES)))
+            return ("read", name, self.subscripts(name, scope))
+        operands = [self.expression(scope, depth - 1) for _ in range(2)]
+        if kind < 0.55:
+            return ("+", *operands)
+        if kind < 0.8:
+            return ("*", *operands)
+        if kind < 0.9:
+            return ("sin", operands[0])
+        return ("if", *operands, self.expression(scope, depth - 1))
+
+    # -- as loopy ------------------------------------------------------------------------------
+
+    def unit(self) -> Any:
+        self.priorities: set[tuple[str, ...]] = set()
+        self.emit(self.program, ())
+        domains = [f"{{[{i}]: 0<={i}<{n}}}" for i, n in self.extents.items()]
+        arguments = [real(n, *self.SHAPES[n]) for n in ("A", "B", "x", "y")]
+        return make(
+            domains,
+            self.instructions,  # type: ignore[arg-type]
+            *arguments,
+            *(temporary(n, self.SHAPES[n]) for n in ("s", "t", "u")),
+            seq_dependencies=True,
+            loop_priority=frozenset(p for p in self.priorities if len(p) > 1),
+        )
+
+    def emit(self, nodes: list[Any], inames: tuple[str, ...]) -> None:
+        for node in nodes:
+            if node[0] == "for":
+                self.emit(node[2], (*inames, node[1]))
+                continue
+            self.priorities.add(inames)
+            _, name, subscripts, value, adds = node
+            left = self.text(("read", name, subscripts))
+            right = self.text(value)
+            right = f"{left} + {right}" if adds else right
+            self.instructions.append(
+                lp.Assignment(
+                    left, right, within_inames=frozenset(inames), within_inames_is_final=True
+                )
+            )
+
+    def text(self, node: Any) -> str:
+        match node:
+            case ("number", value):
+                return repr(value)
+            case ("read", name, subscripts):
+                inside = ", ".join(
+                    str(shift) if iname is None else f"{factor}*{iname} + {shift}"
+                    for iname, factor, shift in subscripts
+                )
+                return f"{name}[{inside}]" if subscripts else name
+            case ("if", a, b, c):
+                return f"if({self.text(a)} < 0.5, {self.text(b)}, {self.text(c)})"
+            case ("sin", a):
+                return f"sin({self.text(a)})"
+            case (operator, a, b):
+                return f"({self.text(a)} {operator} {self.text(b)})"
+        raise AssertionError(node)
+
+    # -- by Python -----------------------------------------------------------------------------
+
+    def run(self, arrays: dict[str, np.ndarray]) -> None:
+        self.execute(self.program, arrays, {})
+
+    def execute(self, nodes: list[Any], arrays: dict[str, np.ndarray], at: dict[str, int]) -> None:
+        for node in nodes:
+            if node[0] == "for":
+                for i in range(self.extents[node[1]]):
+                    self.execute(node[2], arrays, {**at, node[1]: i})
+                continue
+            _, name, subscripts, value, adds = node
+            index = self.index(subscripts, at)
+            old = arrays[name][index]
+            arrays[name][index] = self.evaluate(value, arrays, at) + (old if adds else 0.0)
+
+    def index(self, subscripts: Any, at: dict[str, int]) -> tuple[int, ...]:
+        return tuple(s if i is None else f * at[i] + s for i, f, s in subscripts)
+
+    def evaluate(self, node: Any, arrays: dict[str, np.ndarray], at: dict[str, int]) -> float:
+        match node:
+            case ("number", value):
+                return value
+            case ("read", name, subscripts):
+                return float(arrays[name][self.index(subscripts, at)])
+            case ("sin", a):
+                return float(np.sin(self.evaluate(a, arrays, at)))
+            case ("if", a, b, c):
+                chosen = b if self.evaluate(a, arrays, at) < 0.5 else c
+                return self.evaluate(chosen, arrays, at)
+            case (operator, a, b):
+                left, right = self.evaluate(a, arrays, at), self.evaluate(b, arrays, at)
+                return left + right if operator == "+" else left * right
+        raise AssertionError(node)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_kernels(first: int) -> None:
+    """Kernels with loops of every kind, against a plain interpreter."""
+    for seed in range(first, first + 10):
+        print(f"seed {seed}")
+        rng = np.random.default_rng(seed)
+        random = RandomKernel(rng)
+        intents = [INC if seed % 3 == 0 else UPDATE, UPDATE, READ, READ]
+        kernel = import_loopy(random.unit(), "kernel", intents)
+        packs = [rng.uniform(0, 1, (2, *a.shape)) for a in kernel.arguments]
+        if intents[0] is INC:
+            packs[0][...] = 0
+        with np.errstate(all="ignore"):
+            found = evaluate_kernel(kernel, packs)
+        for cell in range(2):
+            shapes = RandomKernel.SHAPES
+            arrays = {n: np.zeros(shapes[n]) for n in ("s", "t", "u")}
+            for argument, pack in zip(kernel.arguments, packs, strict=True):
+                arrays[argument.name] = pack[cell].copy()
+            with np.errstate(all="ignore"):
+                random.run(arrays)
+            for argument in kernel.arguments[:2]:
+                expected = arrays[argument.name]
+                # an increment of zero needs no output
+                nothing = np.zeros((2, argument.size))
+                result = found.get(argument, nothing)[cell].reshape(expected.shape)
+                np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-12)

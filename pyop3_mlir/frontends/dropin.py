@@ -196,13 +196,17 @@ class Backend:
         """What ``Parloop._compute`` does while attached."""
         bound = loop.__dict__.get("_pyop3_mlir")
         first = part is loop.iterset.core_part
-        if bound is not None and not first and not part.size:
+        if bound is not None and not first and loop.comm.size == 1:
             # without other processes there is no owned part, and this is called all the same
             self._tune_if_hot(bound, loop)
+            if bound.reading is not None:
+                bound.reading.finish()
             return
-        if bound is None or bound.backend is not self or not self._fits(bound, loop):
+        if bound is None or (first and (bound.backend is not self or not self._fits(bound, loop))):
             bound = self._prepare(loop)
             loop.__dict__["_pyop3_mlir"] = bound
+        if bound.reading is not None and not bound.reading.current():
+            self._renew(bound, loop)
         entry = bound.entry
         if first:
             entry.calls += 1
@@ -235,6 +239,8 @@ class Backend:
             start, stop = bound.reading.range(part)
             if start < stop:
                 bound.reading.run(bound.call, start, stop, loop)
+            if part is not loop.iterset.core_part:
+                bound.reading.finish()
 
     def _fits(self, bound: _Bound, loop: Any) -> bool:
         """Whether the data is still what the loop was bound to."""
@@ -243,7 +249,16 @@ class Backend:
                 return False
         if bound.lgmaps and bound.lgmaps != _lgmaps(loop)[0]:
             return False
-        return bound.reading is None or bound.reading.current()
+        return True
+
+    @staticmethod
+    def _renew(bound: _Bound, loop: Any) -> None:
+        """Bind a loop again where memory has moved. That may be so on one process only."""
+        from pyop3_mlir.engine import BoundLoop
+
+        call: Any = bound.call
+        bound.reading = bound.reading.plan.bind(loop)
+        bound.call = BoundLoop(bound.reading.parloop, call.schedule, call.device, call.reason)
 
     def _prepare(self, loop: Any) -> _Bound:
         data = _carriers(loop)
@@ -267,8 +282,9 @@ class Backend:
             bound.call = None
             bound.reading = None
             entry.reason = reason.splitlines()[0]
-            if entry.name not in self._failed:
-                self._failed.add(entry.name)
+            line = f"{entry.name}: {entry.reason}"
+            if line not in self._failed:
+                self._failed.add(line)
                 log.warning("loop %s runs through PyOP2: %s", name, entry.reason)
         return bound
 
@@ -388,7 +404,7 @@ class Backend:
 
     def _verify(self, bound: _Bound, loop: Any, part: Any) -> None:
         """Run both engines on the same data, compare, and keep PyOP2's result."""
-        if bound.reading.elements:
+        if bound.reading.elements or bound.reading.shares:
             # their entries may wait for another process: nothing to compare with
             self._run(bound, loop, part)
             return

@@ -987,30 +987,33 @@ class _Importer:
         low, high = algebra.bounds(wanted)
         if high < total_low or low > total_high:
             return _DISJOINT
-        if any(f < 0 for _, f in ordered):
-            return None
+        # digits of negative weight are counted from their end
+        wanted = algebra.make("sub", wanted, Scalar(total_low, INDEX))
         found: dict[Expr, Expr] = {}
         rest = wanted
         span = math.inf
         for term, factor in ordered:
-            assert isinstance(term, IndexOf)
-            if factor * term.dim.extent > span:
+            weight = abs(factor)
+            if weight * term.dim.extent > span:
                 return None  # digits overlap
-            span = factor
-            if factor == 1:
+            span = weight
+            if weight == 1:
                 digit, rest = rest, Scalar(0, INDEX)
             else:
-                digit, rest = algebra.divide(rest, factor)
+                digit, rest = algebra.divide(rest, weight)
             low, high = algebra.bounds(digit)
             if high < 0 or low >= term.dim.extent:
                 return _DISJOINT
             if low < 0 or high >= term.dim.extent:
                 return None
-            found[term] = digit
+            found[term] = self.from_end(digit, term.dim) if factor < 0 else digit
         low, high = algebra.bounds(rest)
         if low > 0 or high < 0:
             return _DISJOINT
         return found if low == high == 0 else None
+
+    def from_end(self, digit: Expr, dim: Dim) -> Expr:
+        return self.algebra.make("sub", Scalar(dim.extent - 1, INDEX), digit)
 
     # -----------------------------------------------------------------------------------------
     # definitions
@@ -1112,6 +1115,8 @@ class _Importer:
                     entry = self.settle(entry)
                     located = self.locate(value, at)
                     if located is None:
+                        if self.scopes:
+                            raise _SequentialError
                         raise UnsupportedLoopError(
                             f"{where}: cannot tell which entries of {name} an update changes"
                         )
@@ -1174,22 +1179,26 @@ class _Importer:
             if any(algebra.mask(t) & algebra.of_dims(update.dims) for t in rest):
                 return None
             difference = algebra.make("sub", wanted, algebra.index(rest, constant))
-            if any(f < 0 for f in mine.values()):
-                return None
+            for term, factor in mine.items():
+                if factor < 0:
+                    least = Scalar(factor * (term.dim.extent - 1), INDEX)
+                    difference = algebra.make("sub", difference, least)
             span = math.inf
-            for term, factor in sorted(mine.items(), key=lambda item: -item[1]):
-                assert isinstance(term, IndexOf)
-                if factor * term.dim.extent > span:
+            for term, factor in sorted(mine.items(), key=lambda item: -abs(item[1])):
+                weight = abs(factor)
+                if weight * term.dim.extent > span:
                     return None
-                span = factor
-                if factor == 1:
+                span = weight
+                if weight == 1:
                     digit, difference = difference, zero
                 else:
-                    digit, difference = algebra.divide(difference, factor)
+                    digit, difference = algebra.divide(difference, weight)
                 last = Scalar(term.dim.extent - 1, INDEX)
                 require("ge", digit, zero)
                 require("le", digit, last)
                 clamped = algebra.make("min", algebra.make("max", digit, zero), last)
+                if factor < 0:
+                    clamped = self.from_end(clamped, term.dim)
                 if term in found:
                     require("eq", clamped, found[term])
                 else:
@@ -1926,14 +1935,16 @@ class _Importer:
             else:
                 nodes.append(value)
             value = value.base
+        starts_at_zero = value is None or isinstance(value, _Zero)
         touched = np.zeros(argument.size, dtype=bool)
         for update in reversed(nodes):
             locations = self.enumerate(update, (), argument.shape)
-            if locations is None or (not update.add and touched[locations.reshape(-1)].any()):
+            at = None if locations is None else locations.reshape(-1)
+            if at is None or (touched[at].any() if not update.add else not starts_at_zero):
                 simple = False
                 break
-            touched[locations.reshape(-1)] = True
-        if not simple or not (value is None or isinstance(value, _Zero) or touched.all()):
+            touched[at] = True
+        if not simple or not (starts_at_zero or touched.all()):
             return self.replacement(argument)
         pieces = []
         for update in reversed(nodes):
