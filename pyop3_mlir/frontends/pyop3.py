@@ -23,10 +23,13 @@ import numpy.typing as npt
 from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
 from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
 from pyop3_mlir.frontends.pyop3_names import Names, find_names
-from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, code_key, make_plan
+from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, code_key, kernel_key, make_plan
 from pyop3_mlir.frontends.pyop3_read import Reader
+from pyop3_mlir.kernels.loopy import Intent
+from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
+from pyop3_mlir.runtime.cache import Cache
 
 __all__ = ["Backend", "attach", "detach"]
 
@@ -104,6 +107,7 @@ class Backend:
         self._undo: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._importers: list[Any] = []
+        self._gem: dict[str, bytes] = {}
         self._schedules: dict[Any, tuple[Any, str]] = {}
 
     # -----------------------------------------------------------------------------------------
@@ -128,8 +132,34 @@ class Backend:
             original = original.original
         self._replace(context, "compile", _Compile(self, original))
 
+        from pyop3_mlir.frontends import tsfc
+
+        if tsfc.watch(self._replace, self._keep_gem):
+            self._importers.append(self._import_gem)
+
+    def _keep_gem(self, unit: Any, packed: bytes) -> None:
+        """Keep the GEM of a kernel, under a digest of its loopy form, in memory and on disk.
+
+        Firedrake has stored the loopy form on disk where it meets the same form again; then the
+        GEM is found there as well.
+        """
+        key = kernel_key(unit)
+        self._gem[key] = packed
+        Cache.default("gem").put(key, packed)
+
+    def _import_gem(self, unit: Any, intents: Sequence[Intent]) -> LocalKernel | None:
+        from pyop3_mlir.frontends.tsfc import import_packed
+
+        key = kernel_key(unit)
+        packed = self._gem.get(key) or Cache.default("gem").get(key)
+        if packed is None:
+            return None
+        self._gem[key] = packed
+        return import_packed(unit.default_entrypoint.name, packed, intents)
+
     def detach(self) -> None:
         """Put back what was replaced."""
+        self._importers.clear()
         while self._undo:
             self._undo.pop()()
 

@@ -356,6 +356,8 @@ class Reading:
             batch = len(self.elements[0].values)
             for first in range(0, size, batch):
                 last = min(first + batch, size)
+                for element in self.elements:
+                    element.values[: last - first] = 0
                 call(first, last)
                 for element in self.elements:
                     element.flush(first, last)
@@ -847,6 +849,16 @@ def code_key(code: Any) -> str:
     return str(LoopyKeyBuilder()(code))
 
 
+def kernel_key(code: Any) -> str:
+    """As :func:`code_key`, whatever is known of what the kernel reads and writes.
+
+    pyop3 writes that into a kernel when it makes a function of it.
+    """
+    kernel = code.default_entrypoint
+    arguments = [a.copy(is_input=True, is_output=True) for a in kernel.args]
+    return code_key(code.with_kernel(kernel.copy(args=arguments)))
+
+
 def _import(
     call: Call,
     intents: Sequence[Intent],
@@ -1159,7 +1171,8 @@ def _bind_matrix(p: Place, mat: Any, batch: int) -> tuple[Argument, MatrixValues
     table = IndexTable(
         (at[:, None] * p.components + slots).astype(np.int32), array.size, name="element matrices"
     )
-    argument = Argument(array.reshape(-1), WRITE, Kind.INDIRECT, table, 1, 1, name=name)
+    # a kernel may give several contributions to an entry, so they are added to zeros
+    argument = Argument(array.reshape(-1), INC, Kind.INDIRECT, table, 1, 1, name=name)
     kind = mat.getLGMap()[0].indices.dtype
     sides = [np.ascontiguousarray(side, dtype=kind) for side in (matrix.rows, matrix.cols)]
     matrix = replace(matrix, rows=sides[0], cols=sides[1])

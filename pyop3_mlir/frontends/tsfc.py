@@ -24,7 +24,7 @@ from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.loopy import Intent
 from pyop3_mlir.kernels.program import LocalKernel
 
-__all__ = ["ATTRIBUTE", "import_local_kernel", "side_channel"]
+__all__ = ["ATTRIBUTE", "import_local_kernel", "import_packed", "side_channel", "watch"]
 
 log = logging.getLogger(__name__)
 
@@ -61,20 +61,59 @@ def side_channel(
     """
     try:
         import pyop2.local_kernel
+
+        kernel_class: Any = pyop2.local_kernel.LoopyLocalKernel
+        initialise = kernel_class.__init__
+    except (ImportError, AttributeError) as error:
+        log.debug("kernels are not taken from TSFC: %s", error)
+        return None
+    known: dict[int, tuple[Any, bytes]] = {}
+
+    def keep(unit: Any, packed: bytes) -> None:
+        number = id(unit)
+        reference = weakref.ref(unit, lambda _: known.pop(number, None))
+        known[number] = (reference, packed)
+
+    @functools.wraps(initialise)
+    def carry(self: Any, code: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, code, *args, **kwargs)
+        found = known.get(id(code))
+        if found is not None and found[0]() is code:
+            setattr(self, ATTRIBUTE, found[1])
+
+    if not watch(replace, keep):
+        return None
+    replace(kernel_class, "__init__", carry)
+    return import_local_kernel
+
+
+def watch(replace: Callable[[Any, str, Any], Any], keep: Callable[[Any, bytes], None]) -> bool:
+    """Take the GEM of each kernel that TSFC makes from now on.
+
+    Parameters
+    ----------
+    replace
+        Sets an attribute (owner, name, value) until the back end is detached.
+    keep
+        Called with the loopy translation unit of a kernel and its GEM, for :func:`import_packed`.
+
+    Returns
+    -------
+    bool
+        False where TSFC is not installed, or is not made as expected.
+    """
+    try:
         import tsfc.driver
         import tsfc.kernel_interface.common as common
         import tsfc.kernel_interface.firedrake_loopy as interface
 
         original = common.impero_utils.compile_gem
         generate = interface.generate_loopy
-        kernel_class: Any = pyop2.local_kernel.LoopyLocalKernel
-        initialise = kernel_class.__init__
     except (ImportError, AttributeError) as error:
         log.debug("kernels are not taken from TSFC: %s", error)
-        return None
+        return False
 
     latest: list[Any] = [None, ()]
-    known: dict[int, tuple[Any, bytes]] = {}
 
     @functools.wraps(original)
     def compile_gem(assignments: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,28 +131,16 @@ def side_channel(
         latest[:] = None, ()
         if recorded is impero_c:
             try:
-                unit = result[0]
-                packed = _pack(args, assignments, scalar_type)
-                number = id(unit)
-                reference = weakref.ref(unit, lambda _: known.pop(number, None))
-                known[number] = (reference, packed)
+                keep(result[0], _pack(args, assignments, scalar_type))
             except Exception as error:
                 # the kernel is then read from loopy
                 log.debug("GEM is not kept: %s", error)
         return result
 
-    @functools.wraps(initialise)
-    def carry(self: Any, code: Any, *args: Any, **kwargs: Any) -> None:
-        initialise(self, code, *args, **kwargs)
-        found = known.get(id(code))
-        if found is not None and found[0]() is code:
-            setattr(self, ATTRIBUTE, found[1])
-
     for module in (common, tsfc.driver):
         replace(module, "impero_utils", _Watched(module.impero_utils, compile_gem))
     replace(interface, "generate_loopy", generate_loopy)
-    replace(kernel_class, "__init__", carry)
-    return import_local_kernel
+    return True
 
 
 def _pack(args: Sequence[Any], assignments: Sequence[Any], scalar_type: Any) -> bytes:
@@ -146,15 +173,33 @@ def import_local_kernel(kernel: Any, intents: Sequence[Intent]) -> LocalKernel |
         None where the kernel carries none, or it cannot be imported.
     """
     packed = getattr(kernel, ATTRIBUTE, None)
-    if packed is None:
-        return None
+    return None if packed is None else import_packed(kernel.name, packed, intents)
+
+
+def import_packed(name: str, packed: bytes, intents: Sequence[Intent]) -> LocalKernel | None:
+    """Import what :func:`watch` has kept.
+
+    Parameters
+    ----------
+    name
+        Of the kernel.
+    packed
+        What ``keep`` was called with.
+    intents
+        One an argument.
+
+    Returns
+    -------
+    LocalKernel or None
+        None where it cannot be imported.
+    """
     if any(intent not in (Intent.READ, Intent.INC, Intent.WRITE) for intent in intents):
         return None
     key = (packed, tuple(intents))
     if key not in _imported:
         if len(_imported) > 1024:
             _imported.clear()
-        _imported[key] = _import(kernel.name, packed, intents)
+        _imported[key] = _import(name, packed, intents)
     return _imported[key]
 
 
