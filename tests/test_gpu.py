@@ -26,6 +26,7 @@ from test_engine import (
 )
 
 from pyop3_mlir import engine
+from pyop3_mlir.autotune.candidates import DeviceTraits, KernelStatistics, heuristic
 from pyop3_mlir.bench.cases import case_named
 from pyop3_mlir.errors import DeviceError, UnsupportedLoopError
 from pyop3_mlir.kernels.program import Op
@@ -271,9 +272,21 @@ def test_cuda_uses_atomics_in_the_atomic_strategy_only(strategy):
     assert not re.search(r"\b(?:atom|red)\.", text)
 
 
-def test_cuda_keeps_small_kernels_in_registers():
-    found = kernels(compiled("cuda", "sm_80", Schedule("atomic")))
-    assert ".local" not in found["loop"]
+@pytest.mark.parametrize("name", ["laplace_p1_tetrahedron_action", "mass_p3_tetrahedron_action"])
+def test_cuda_keeps_kernels_in_registers_and_tables_in_the_code(name):
+    """With the schedule that is taken unmeasured: what a thread loads are its cell's own values."""
+    loop = case_named(name).loop(0.001).parloop
+    schedule = heuristic(
+        KernelStatistics.of(loop.kernel), DeviceTraits(gpu=True, atomics=True), ["atomic"]
+    )
+    text = lower(loop.kernel, loop.spec, schedule, 0, "cuda")
+    module = compile_module(text, offline_device("cuda", "sm_80"), cache=None)
+    kernel = kernels(module)["loop"]
+    assert ".local" not in kernel
+    loads = re.findall(r"\bld\.global\S*?(?:\.v(\d))?\.b64", kernel)
+    assert sum(int(width or 1) for width in loads) == sum(
+        a.slots for a in loop.arguments if not a.access.writes
+    )
 
 
 @pytest.mark.parametrize(

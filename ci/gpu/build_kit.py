@@ -56,7 +56,7 @@ SMALL = {1: 6, 2: 4, 3: 3}
 
 def schedules(case: Case) -> list[Schedule]:
     """What is compiled for a case, for GPUs: every strategy, and for high order several shapes."""
-    shapes = [(4, 4)] if case.degree == 1 else [(4, 4), (4, 20), (8, 8), (1, 1)]
+    shapes = [(4, 4)] if case.degree == 1 else [(32, 20), (8, 20), (4, 4)]
     found = []
     for strategy in STRATEGIES:
         wanted = shapes if strategy in ("atomic", "segmented") else shapes[:1]

@@ -32,6 +32,8 @@ __all__ = [
 
 # A GPU adds up to this many values of a cell by atomics before segments pay.
 _FEW_WRITES = 16
+# Rows that a thread of a GPU holds in registers, of which it has 255 of 4 bytes.
+_GPU_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,8 @@ def heuristic(
     strategy = next((name for name in preferred if name in strategies), strategies[0])
     if traits.gpu:
         # a thread does a cell in one kernel, with its values in registers; flat passes them from
-        # kernel to kernel through memory
-        return Schedule(strategy, "blocked", 1, min(4, statistics.accumulators))
+        # kernel to kernel through memory. All rows at once, so that nothing is indexed
+        return Schedule(strategy, "blocked", 1, min(_GPU_ROWS, statistics.accumulators), 20)
     return Schedule(strategy, "blocked", *_shapes(statistics, traits)[0])
 
 
@@ -317,6 +319,6 @@ def neighbours(
         if unroll != best.unroll and min(unroll, best.unroll) < longest
     ]
     if traits.gpu:
-        tiles = {min(tile, statistics.accumulators) for tile in (1, 2, 4, 8)}
+        tiles = {min(tile, statistics.accumulators) for tile in (1, 4, 8, 16, _GPU_ROWS)}
         near += [replace(best, tile=tile) for tile in sorted(tiles - {best.tile})]
     return near

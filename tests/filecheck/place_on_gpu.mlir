@@ -1,7 +1,7 @@
 // RUN: %opt %s -p 'place-on-gpu{kind="cuda"}' | %filecheck %s
 // RUN: %opt %s -p 'place-on-gpu{kind="vulkan"}' | %filecheck %s --check-prefix VULKAN
 
-// Local tensors get the memory of a thread, and constants become operands after all others.
+// Local tensors get the memory of a thread. For Vulkan constants become operands after all others.
 
 "memref.global"() <{sym_name = "table", type = memref<2xf64>, initial_value = dense<[1.0, 2.0]> : tensor<2xf64>, sym_visibility = "private", constant, alignment = 64 : i64}> : () -> ()
 func.func @loop(%start: i64, %stop: i64, %y: memref<?xf64>) {
@@ -13,11 +13,14 @@ func.func @loop(%start: i64, %stop: i64, %y: memref<?xf64>) {
   func.return
 }
 
-// CHECK-NOT:   memref.global
-// CHECK:       func.func @loop(%{{.*}}: i64, %{{.*}}: i64, %{{.*}}: memref<?xf64>, %[[TABLE:.*]]: memref<2xf64>)
-// CHECK-SAME:    pyop3_mlir.tables = [dense<[1.000000e+00, 2.000000e+00]> : tensor<2xf64>]
-// CHECK:         %[[LOCAL:.*]] = memref.alloca() : memref<2x1xf64, #gpu.address_space<private>>
-// CHECK:         memref.load %[[TABLE]][%{{.*}}] : memref<2xf64>
-// CHECK:         memref.store %{{.*}}, %[[LOCAL]]
+// CHECK:       memref.global
+// CHECK:       func.func @loop(%{{.*}}: i64, %{{.*}}: i64, %{{.*}}: memref<?xf64>) {
+// CHECK:         memref.get_global @table
+// CHECK:         memref.alloca() : memref<2x1xf64, #gpu.address_space<private>>
 
-// VULKAN:      memref.alloca() : memref<2x1xf64, #spirv.storage_class<Function>>
+// VULKAN-NOT:  memref.global
+// VULKAN:      func.func @loop(%{{.*}}: i64, %{{.*}}: i64, %{{.*}}: memref<?xf64>, %[[TABLE:.*]]: memref<2xf64>)
+// VULKAN-SAME:   pyop3_mlir.tables = [dense<[1.000000e+00, 2.000000e+00]> : tensor<2xf64>]
+// VULKAN:        %[[LOCAL:.*]] = memref.alloca() : memref<2x1xf64, #spirv.storage_class<Function>>
+// VULKAN:        memref.load %[[TABLE]][%{{.*}}] : memref<2xf64>
+// VULKAN:        memref.store %{{.*}}, %[[LOCAL]]

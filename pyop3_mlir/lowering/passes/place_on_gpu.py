@@ -1,4 +1,4 @@
-"""Memory as GPUs have it: local tensors in a thread's own memory, tables in buffers."""
+"""Memory as GPUs have it: local tensors in a thread's own memory, tables where they can be."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ SPACES: dict[str, Attribute] = {
 
 @dataclass(frozen=True)
 class PlaceOnGpuPass(ModulePass):
-    """Give local tensors a memory space, and turn constant globals into operands.
+    """Give local tensors a memory space; for Vulkan, turn constant globals into operands.
 
-    Needs functions on memrefs without linalg operations. Leaves no globals: the values of the new
-    operands, which follow all others, are in the attribute :data:`TABLES`.
+    Needs functions on memrefs without linalg operations. CUDA and ROCm keep globals, so that LLVM
+    knows the numbers: of loops that it unrolls nothing is left to load. IREE's way to SPIR-V takes
+    none. There the values of the new operands, which follow all others, are in the attribute
+    :data:`TABLES`.
 
     Parameters
     ----------
@@ -50,7 +52,7 @@ class PlaceOnGpuPass(ModulePass):
         space = SPACES[self.kind]
         values = {}
         for table in list(op.ops):
-            if isinstance(table, memref.GlobalOp):
+            if isinstance(table, memref.GlobalOp) and self.kind == "vulkan":
                 values[table.sym_name.data] = table.initial_value
                 table.detach()
                 table.erase()
@@ -67,7 +69,7 @@ class PlaceOnGpuPass(ModulePass):
                     )
                     Emitter(InsertPoint.before(inner)).insert(clone)
                     inner.memref.replace_all_uses_with(clone.memref)
-                elif isinstance(inner, memref.GetGlobalOp):
+                elif isinstance(inner, memref.GetGlobalOp) and self.kind == "vulkan":
                     tables.append(values[inner.name_.root_reference.data])
                     argument = block.insert_arg(inner.memref.type, len(block.args))
                     inner.memref.replace_all_uses_with(argument)
