@@ -9,7 +9,7 @@
 #
 # Prints passed and failed of each run, the tests that pass with loopy and fail with the back end, and the share of
 # loops that the back end ran. Exits with 1 if there are such tests. What pytest wrote stays in the folder that is
-# named at the end ($SUITE_OUTPUT, or a new one). Tests of several processes run where mpiexec is found, unless
+# named at the end ($SUITE_OUTPUT, or a new one); what is there already is not run again. Tests of several processes run where mpiexec is found, unless
 # SUITE_SERIAL=1. SUITE_TIMEOUT (seconds, default 600) bounds each file.
 set -euo pipefail
 
@@ -76,8 +76,9 @@ run() {
     shift
     for path in "${paths[@]}"; do
         file=$output/$engine.$(tr / . <<<"$path").xml
+        [ ! -e "$file" ] || continue
         (cd "$directory" && timeout "${SUITE_TIMEOUT:-600}" "$python" -m pytest -q -p no:cacheprovider \
-            -W ignore "${select[@]}" --junitxml="$file" "$@" "$path") >"${file%.xml}.log" 2>&1 || true
+            -W ignore --continue-on-collection-errors "${select[@]}" --junitxml="$file" "$@" "$path") >"${file%.xml}.log" 2>&1 || true
         [ -e "$file" ] || echo "$engine: $path did not finish; see ${file%.xml}.log" >&2
     done
 }
