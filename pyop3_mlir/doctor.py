@@ -80,6 +80,7 @@ def examine(options: Options) -> Iterator[Finding]:
         if options.sources[name] != "default":
             yield Finding(State.NOTE, f"setting {name}", f"{value} ({options.sources[name]})")
     yield _attempt("cache", lambda: _check_cache(options), State.NOTE)
+    yield from _devices()
     yield _attempt(f"device {options.device}", lambda: _check_device(options), State.BAD)
     yield _attempt("a loop", lambda: _check_loop(options), State.BAD)
 
@@ -163,6 +164,20 @@ def _check_cache(options: Options) -> str:
         pass
     free = shutil.disk_usage(options.cache_dir).free / 2**30
     return f"{options.cache_dir} can be written to, {free:.1f} GiB free"
+
+
+def _devices() -> Iterator[Finding]:
+    from pyop3_mlir.runtime.devices import available
+
+    for info in available():
+        if info.unavailable is not None:
+            yield Finding(State.NOTE, info.spec, f"absent: {info.unavailable}")
+            continue
+        memory = f", {info.memory / 2**30:.1f} GiB" if info.memory else ""
+        lacks = [] if info.f64 else ["double precision"]
+        lacks += [] if info.f64_atomics else ["atomic addition of doubles"]
+        without = f", without {' and '.join(lacks)}" if lacks else ""
+        yield Finding(State.GOOD, info.spec, f"{info.name}{memory}{without}")
 
 
 def _check_device(options: Options) -> str:
