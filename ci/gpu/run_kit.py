@@ -141,10 +141,9 @@ class Cupy:
 
     def __init__(self) -> None:
         import cupy
-        import cupyx
 
+        cupy.cuda.runtime.getDeviceCount()
         self.cupy = cupy
-        self.add_at = cupyx.scatter_add
         self.einsum = cupy.einsum
         self.absolute = cupy.abs
         self.description = f"cupy {cupy.__version__}"
@@ -167,7 +166,7 @@ class Cupy:
 
     def add(self, out: Any, index: Any, values: Any) -> None:
         """``out[index] += values``."""
-        self.add_at(out, index.reshape(-1), values.reshape(-1, out.shape[1]))
+        self.cupy.add.at(out, index.reshape(-1), values.reshape(-1, out.shape[1]))
 
     def seconds(self, function: Callable[[], object], rounds: int) -> float:
         """Median time of a call, by events."""
