@@ -196,7 +196,7 @@ class Backend:
         """What ``Parloop._compute`` does while attached."""
         bound = loop.__dict__.get("_pyop3_mlir")
         first = part is loop.iterset.core_part
-        if bound is not None and not first and loop.comm.size == 1:
+        if bound is not None and not first and not part.size and loop.comm.size == 1:
             # without other processes there is no owned part, and this is called all the same
             self._tune_if_hot(bound, loop)
             if bound.reading is not None:
@@ -247,9 +247,7 @@ class Backend:
         for old, argument in zip(bound.data, loop.arguments, strict=True):
             if old is not None and old is not argument.data:
                 return False
-        if bound.lgmaps and bound.lgmaps != _lgmaps(loop)[0]:
-            return False
-        return True
+        return not bound.lgmaps or bound.lgmaps == _lgmaps(loop)[0]
 
     @staticmethod
     def _renew(bound: _Bound, loop: Any) -> None:

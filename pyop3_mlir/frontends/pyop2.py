@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.frontends.petsc import MatrixValues, nonzero_state
+from pyop3_mlir.frontends.petsc import DistributedValues, MatrixValues, nonzero_state
 from pyop3_mlir.kernels.loopy import Intent, Part, import_loopy
 from pyop3_mlir.kernels.program import Load, LocalKernel, postorder
 from pyop3_mlir.parloop import (
@@ -361,11 +361,12 @@ class Plan:
 
     def bind(self, loop: Any) -> Reading:
         """The loop on the data that ``loop`` has now."""
-        arguments = []
+        arguments: list[Any] = []
         matrices: list[MatrixValues] = []
         elements: list[Elements] = []
         copies: list[tuple[Any, int]] = []
         globals_: list[tuple[int, Array, bool]] = []
+        shares: dict[int, Share] = {}
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
         for place, formal in zip(self.places, self.kernel.arguments, strict=True):
@@ -386,6 +387,15 @@ class Plan:
                         name=place.name,
                     )
                 )
+                continue
+            share = _share_of(place, data, shares)
+            if share is not None:
+                # its buffer is made when all that goes into it is known
+                assert place.access is not None
+                block = data if place.field is None else _block(data, place.field)
+                visited = self.iteration.iteration_set
+                number = share.add(place.matrix, block, visited, place.access)
+                arguments.append((share, number, place))
                 continue
             if place.matrix is not None:
                 pieces = sum(output.argument is formal for output in self.kernel.outputs)
@@ -417,10 +427,15 @@ class Plan:
                     place.name,
                 )
             )
+        arguments = [
+            a[0].argument(a[1], a[2].access, a[2].name) if isinstance(a, tuple) else a
+            for a in arguments
+        ]
         parloop = Parloop(self.kernel, self.iteration.iteration_set, arguments, self.name)
         return Reading(
-            parloop, self, tuple(matrices), tuple(elements), tuple(copies), tuple(globals_)
-        )
+            parloop, self, tuple(matrices), tuple(elements), tuple(copies), tuple(globals_),
+            tuple(shares.values()),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,6 +509,8 @@ class Reading:
         Data that was converted (small integers), and its version at that moment.
     globals
         Number of PyOP2's argument, our own array for it, and whether the loop changes it.
+    shares
+        Distributed matrices; :meth:`finish` hands over what has been computed of them.
     """
 
     parloop: Parloop
@@ -502,10 +519,12 @@ class Reading:
     elements: tuple[Elements, ...] = ()
     copies: tuple[tuple[Any, int], ...] = ()
     globals: tuple[tuple[int, Array, bool], ...] = ()
+    shares: tuple[Share, ...] = ()
 
     def current(self) -> bool:
         """Whether memory and copies are still what they were."""
-        return all(m.current() for m in self.matrices) and all(
+        memory: list[Any] = [*self.matrices, *(share.values for share in self.shares)]
+        return all(m.current() for m in memory) and all(
             data.dat_version == version for data, version in self.copies
         )
 
@@ -517,6 +536,8 @@ class Reading:
         """Run iterations ``[start, stop)`` by ``call(start, stop)``, for the data of ``loop``."""
         for number, buffer, _ in self.globals:
             buffer[...] = loop.arguments[number].data._data.reshape(-1)
+        for share in self.shares:
+            share.open()
         if not self.elements:
             call(start, stop)
         else:
@@ -536,6 +557,11 @@ class Reading:
                 data[...] = buffer.reshape(data.shape)
         for matrix in self.matrices:
             matrix.changed()
+
+    def finish(self) -> None:
+        """Hand over what several runs have gathered, after the last of them."""
+        for share in self.shares:
+            share.close()
 
 
 def _buffer(data: Any, number: int | None) -> Array:
@@ -894,6 +920,226 @@ def _bind_elements(
         values.reshape(-1), access, Kind.INDIRECT, table, place.components, name=place.name
     )
     return argument, Elements(handle, place.matrix, values, place.access, access is INC)
+
+
+@dataclass(eq=False)
+class Share:
+    """What a process computes of a distributed matrix, gathered before PETSc gets it.
+
+    Values of rows of this process have the place that they have in PETSc's two arrays; behind them
+    are the entries of other processes' rows, each once, which PETSc sends.
+
+    Attributes
+    ----------
+    values
+        Of this process's rows.
+    """
+
+    values: DistributedValues
+    holder: Any
+    parts: list[tuple[_Matrix, IndexTable, _Foreign, int]] = field(default_factory=list)
+    access: Access = INC
+    buffer: Array | None = None
+    pending: bool = False
+
+    def add(self, matrix: Any, block: Any, visited: IterationSet, access: Access) -> int:
+        """Take in a block of the matrix; returns its number."""
+        base = sum(foreign.size for _, _, foreign, _ in self.parts)
+        table, foreign = _shared_positions(matrix, block, self.holder, self.values, visited, base)
+        self.parts.append((matrix, table, foreign, base))
+        self.access = access
+        return len(self.parts) - 1
+
+    def argument(self, number: int, access: Access, name: str) -> Argument:
+        """The argument of the loop for a block, when all blocks are known."""
+        if self.buffer is None:
+            self.buffer = self._memory(
+                self.values.size + sum(foreign.size for _, _, foreign, _ in self.parts)
+            )
+        matrix, table, _, _ = self.parts[number]
+        return Argument.matrix(self.buffer, access, table, matrix.rows, name=name)
+
+    def _memory(self, size: int) -> Array:
+        # between loops it holds nothing, so the loops on one matrix have it in common
+        from pyop3_mlir.runtime.executable import aligned_empty
+
+        cache = _identity_cache(self.holder)
+        found = cache.get("share")
+        if found is None or found.size < size:
+            found = cache["share"] = aligned_empty(size, self.values.arrays[0].dtype)
+        result: Array = found[:size]
+        return result
+
+    def open(self) -> None:
+        """Begin to gather, where it has not begun."""
+        if not self.pending:
+            assert self.buffer is not None
+            self.buffer[...] = 0
+            self.pending = True
+
+    def close(self) -> None:
+        """Give PETSc what has been gathered."""
+        from petsc4py import PETSc
+
+        if not self.pending:
+            return
+        self.pending = False
+        assert self.buffer is not None
+        adds = self.access is INC
+        start = 0
+        for array in self.values.arrays:
+            own = self.buffer[start : start + array.size]
+            if adds:
+                np.add(array, own, out=array)
+            else:
+                touched = self._touched(start, start + array.size)
+                array[touched] = own[touched]
+            start += array.size
+        self.values.changed()
+        mode = PETSc.InsertMode.ADD_VALUES if adds else PETSc.InsertMode.INSERT_VALUES
+        for _, _, foreign, base in self.parts:
+            if foreign.size:
+                values = self.buffer[start + base : start + base + foreign.size]
+                self.values.mat.setValuesIJV(
+                    foreign.indptr, foreign.columns, values, addv=mode, rowmap=foreign.rows
+                )
+
+    def _touched(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        found = np.zeros(stop - start, dtype=bool)
+        for _, table, _, _ in self.parts:
+            inside = table.values[(table.values >= start) & (table.values < stop)]
+            found[inside - start] = True
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Foreign:
+    """Entries of other processes' rows: global rows, and columns of each row (CSR)."""
+
+    rows: Array
+    indptr: Array
+    columns: Array
+
+    @property
+    def size(self) -> int:
+        return int(self.columns.size)
+
+
+def _share_of(place: Place, mat: Any, shares: dict[int, Share]) -> Share | None:
+    """What gathers the matrix of an argument, where it is one that can be."""
+    if place.matrix is None:
+        return None
+    block = mat if place.field is None else _block(mat, place.field)
+    holder = getattr(block, "_parent", block)
+    if block.handle.getType() == "is" or holder.handle.getType() != "mpiaij":
+        return None
+    if id(holder) not in shares:
+        cache = _identity_cache(holder)
+        state = nonzero_state(holder.handle)
+        found = cache.get("distributed")
+        if found is None or found[0] != state or not found[1].current():
+            found = cache["distributed"] = (state, DistributedValues(holder.handle))
+        shares[id(holder)] = Share(found[1], holder)
+    return shares[id(holder)]
+
+
+def _shared_positions(
+    matrix: _Matrix,
+    block: Any,
+    holder: Any,
+    values: DistributedValues,
+    visited: IterationSet,
+    base: int,
+) -> tuple[IndexTable, _Foreign]:
+    """Where entries of element matrices lie in a :class:`Share`, kept with the sparsity."""
+    lgmaps = block.handle.getLGMap()
+    cache = _identity_cache(holder.sparsity).setdefault("positions", {})
+    pattern = values.__dict__.get("_key")
+    if pattern is None:
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (values.indptr, values.indices, values.others):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        pattern = values.__dict__["_key"] = digest.hexdigest()
+    key = (
+        id(matrix.rows), id(matrix.cols), matrix.dims, id(visited), pattern, base,
+        *(_lgmap_key(lgmap) for lgmap in lgmaps),
+    )  # fmt: skip
+    found = cache.get(key)
+    if found is None:
+        made = _find_shared_positions(matrix, block, holder, values, visited, base, lgmaps)
+        # what is known by its number has to stay alive
+        found = cache[key] = (matrix, visited, *made)
+    result: tuple[IndexTable, _Foreign] = found[2:]
+    return result
+
+
+def _find_shared_positions(
+    matrix: _Matrix,
+    block: Any,
+    holder: Any,
+    values: DistributedValues,
+    visited: IterationSet,
+    base: int,
+    lgmaps: Sequence[Any],
+) -> tuple[IndexTable, _Foreign]:
+    from pyop3_mlir.planning import csr_pattern, csr_positions
+
+    name = str(getattr(holder, "_name", "matrix"))
+    sides = [
+        _dofs(*_through_lgmap(table, lgmap, dim, block is not holder)).astype(np.int64)
+        for table, lgmap, dim in zip((matrix.rows, matrix.cols), lgmaps, matrix.dims, strict=True)
+    ]
+    # entities that this process does not visit may know columns that its pattern does not
+    unseen = np.ones(len(sides[0]), dtype=bool)
+    unseen[: visited.owned] = visited.entities is not None
+    if visited.entities is not None:
+        unseen[visited.entities[: visited.owned]] = False
+    rows, columns = (np.where(unseen[:, None], -1, side) for side in sides)
+    start, stop = holder.handle.getOwnershipRange()
+    mine = (rows >= start) & (rows < stop)
+
+    def table_of(numbers: Array, bound: int) -> IndexTable:
+        return IndexTable(numbers, bound, allow_negative=True, name=name)
+
+    local = values.local_columns(columns)
+    width = int(max(local.max(initial=-1), values.indices.max(initial=-1))) + 1
+    own = csr_positions(
+        values.indptr,
+        values.indices,
+        table_of(np.where(mine, rows - start, -1), stop - start),
+        table_of(local, width),
+        name=name,
+    ).values
+    positions = np.append(values.storage, -1)[own]
+    others = rows[(rows >= 0) & ~mine]
+    if not others.size:
+        empty = np.zeros(0, dtype=_integer())
+        foreign = _Foreign(empty, np.zeros(1, dtype=_integer()), empty)
+    else:
+        far_rows, far_columns = np.unique(others), np.unique(columns[columns >= 0])
+        row_table = table_of(_numbered(np.where(mine, -1, rows), far_rows), len(far_rows))
+        column_table = table_of(_numbered(columns, far_columns), len(far_columns))
+        indptr, indices = csr_pattern(row_table, column_table, len(far_rows), len(far_columns))
+        far = csr_positions(indptr, indices, row_table, column_table, name=name).values
+        positions = np.where(far >= 0, far + (values.size + base), positions)
+        foreign = _Foreign(
+            *(a.astype(_integer()) for a in (far_rows, indptr, far_columns[indices]))
+        )
+    bound = values.size + base + foreign.size
+    if bound <= np.iinfo(np.int32).max:
+        positions = positions.astype(np.int32)
+    return table_of(np.ascontiguousarray(positions), bound), foreign
+
+
+def _numbered(values: Array, known: Array) -> Array:
+    """The position of each value among the known ones, which are ascending; negative ones stay."""
+    return np.where(values < 0, -1, np.searchsorted(known, values))
+
+
+def _integer() -> np.dtype[Any]:
+    from petsc4py import PETSc
+
+    return np.dtype(PETSc.IntType)
 
 
 def matrix_values(mat: Any) -> MatrixValues:

@@ -375,7 +375,7 @@ def test_random_partitions(comm, engine_on):
     assert wrong == []
 
 
-SEEDS = {2: range(120), 3: range(120, 170), 4: range(170, 200)}
+SEEDS = {2: range(160), 3: range(160, 190), 4: range(190, 200)}
 """For each number of processes."""
 
 
@@ -438,3 +438,38 @@ def test_ensemble(comm, engine_on):
         cos(SpatialCoordinate(reference)[0])
     )
     assert found == pytest.approx(3 * assemble(wave * dx), rel=1e-13)
+
+
+# -- falling back ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parallel([2, 3])
+def test_all_fall_back_where_one_cannot_lower(comm, engine_on, monkeypatch):
+    from pyop3_mlir.errors import UnsupportedLoopError
+    from pyop3_mlir.frontends import pyop2
+
+    plan_for = pyop2.plan_for
+
+    def refuse(loop, importers=()):
+        if comm.rank == comm.size - 1:
+            raise UnsupportedLoopError("this map has a hole")
+        return plan_for(loop, importers)
+
+    monkeypatch.setattr(pyop2, "plan_for", refuse)
+    mesh = triangles(comm)
+    f = field(FunctionSpace(mesh, "CG", 1))
+    expected = assemble(f * dx)
+    with engine_on(lowered=False) as backend:
+        found = assemble(f * dx)
+    assert found == expected
+    (entry,) = backend.entries.values()
+    assert entry.lowered == 0
+    assert "this map has a hole" in entry.reason
+
+
+@pytest.mark.parallel([2])
+def test_verification_on_all_processes(comm, engine_on):
+    mesh = triangles(comm)
+    f = field(FunctionSpace(mesh, "CG", 2))
+    with engine_on(verify=True):
+        assemble(f * TestFunction(f.function_space()) * dx)
