@@ -266,7 +266,7 @@ def candidates(
 
 # Width (for scalars of 8 bytes), tile and unrolling, the most promising first: measured on the
 # benchmark's cases (docs/autotuner.md). Kernels without contractions want wide blocks, for gathers
-# and scatters overlap then; contractions want accumulators, and tables that are known while lowering.
+# and scatters overlap then; contractions want accumulators, and tables known while lowering.
 _POINTWISE = ((16, 4, 4), (4, 16, 20), (8, 8, 20), (32, 4, 4), (16, 8, 20), (8, 4, 4), (4, 4, 4))
 _CONTRACTIONS = (
     (4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 10, 20), (8, 8, 20), (16, 8, 20), (4, 4, 20),
