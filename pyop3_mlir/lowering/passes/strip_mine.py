@@ -86,9 +86,7 @@ class _StripMiner:
     def _rewrite(self, operations: Sequence[GenericOp], strip: Strip) -> None:
         members = [(operations[n], strip.dims[n]) for n in sorted(strip.dims)]
         e = Emitter(InsertPoint.after(members[-1][0]))
-        small = {
-            buffer: _smaller(buffer, axis, strip.size) for buffer, axis in strip.local.items()
-        }
+        small = {buffer: _smaller(buffer, axis, strip.size) for buffer, axis in strip.local.items()}
 
         def body(inner: Emitter, start: IndexLike, count: int) -> None:
             views = _Views(inner, small, start, count)
