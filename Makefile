@@ -3,7 +3,7 @@
 #   make demo       the main job on a real mesh, on the CPU; needs no PETSc, MPI or compiler
 #   make test       all tests, Firedrake's included (builds PETSc and Firedrake once: a quarter of an hour)
 #   make test-core  the tests that need no Firedrake, a few minutes
-#   make test-mpi   loops on one to four processes, a few minutes
+#   make test-mpi   loops on one to four processes, some minutes; not part of `make test`
 #   make lint       ruff and mypy
 #   make format     let ruff rewrite the sources
 #   make bench      the engine against the same loops in C (needs gcc)
@@ -52,7 +52,7 @@ firedrake: $(VENV)/.installed-test
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m pyop3_mlir demo
 
-test: test-core test-firedrake test-mpi
+test: test-core test-firedrake
 
 test-core: $(VENV)/.installed-test
 	$(PYTEST) -n $(WORKERS) -p no:mpi-pytest $(BEYOND_CORE:%=--ignore=%) $(PYTEST_ARGS)
