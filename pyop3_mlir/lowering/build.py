@@ -215,6 +215,7 @@ class _Builder:
         self.contributions = args[position + ntables + nbuffers :]
         self.values: dict[Source, SSAValue] = {}
         self.varying: dict[Source, bool] = {}
+        self.scalars: dict[Source, Scalar] = {}
 
     def build(self) -> ModuleOp:
         e = self.e
@@ -320,11 +321,7 @@ class _Builder:
             self.varying[argument] = varying
             return
         if not spec.access.gathers:
-            zero = self.e.constant(np.zeros((), argument.dtype)[()], element)
-            empty = self._empty(argument.shape, element, True)
-            fill = FillOp(zero, empty, [empty.type])
-            self.values[argument] = self.e.insert(fill)
-            self.varying[argument] = True
+            self.scalars[argument] = Scalar(0, argument.dtype)
             return
         rank = len(argument.shape)
         listed = varying and self.cells is not None
@@ -369,8 +366,16 @@ class _Builder:
         return self.values[source]
 
     def _compute(self, statement: Compute) -> None:
-        """One linalg.generic with a result for each body."""
-        loads = [node for node in postorder(statement.bodies) if isinstance(node, Load)]
+        """One linalg.generic with a result for each body that is not a constant."""
+        if not statement.reductions:
+            statement = self._constants(statement)
+            if not statement.results:
+                return
+        loads = [
+            node
+            for node in postorder(statement.bodies)
+            if isinstance(node, Load) and node.source not in self.scalars
+        ]
         for load in loads:
             self._source(load.source)
         varying = any(self.varying[load.source] for load in loads)
@@ -398,6 +403,8 @@ class _Builder:
                 return e.insert(LinalgIndexOp(number[node.dim]))
             if not isinstance(node, Load):
                 return None
+            if node.source in self.scalars:
+                return e.constant(self.scalars[node.source].value, element_type(node.dtype))
             source = self.values[node.source]
             indices = [values[child] for child in node.children]
             if self.varying[node.source]:
@@ -437,6 +444,19 @@ class _Builder:
         for temporary, value in zip(statement.results, results, strict=True):
             self.values[temporary] = value
             self.varying[temporary] = varying
+
+    def _constants(self, statement: Compute) -> Compute:
+        """Note which results are constants; what is left of the statement."""
+        left = []
+        for result, body in zip(statement.results, statement.bodies, strict=True):
+            if isinstance(body, Load) and body.source in self.scalars:
+                body = self.scalars[body.source]
+            if isinstance(body, Scalar):
+                self.scalars[result] = body
+            else:
+                left.append((result, body))
+        results, bodies = tuple(r for r, _ in left), tuple(b for _, b in left)
+        return replace(statement, results=results, bodies=bodies)
 
     def _extents(
         self,
@@ -515,8 +535,7 @@ class _Builder:
         buffer: SSAValue,
     ) -> SSAValue:
         """Scatter one output piece of one cell."""
-        value = self.values[output.value]
-        varying = self.varying[output.value]
+        value = self.values.get(output.value)
         layout = _Layout(output, spec)
 
         def nest(
@@ -529,12 +548,15 @@ class _Builder:
                 at = e.add(
                     e.mul(row, spec.stride), e.add(layout.component(e, indices), spec.offset)
                 )
-                where = [e.index(i) for i in layout.value_indices(e, indices)]
-                if varying:
-                    where.append(k)
-                element = value.type.element_type  # type: ignore[attr-defined]
-                new = e.insert(tensor.ExtractOp(value, where, element))
-                new = _loaded(e, output.value, new)
+                if value is None:
+                    scalar = self.scalars[output.value]
+                    new = e.constant(scalar.value, element_type(scalar.dtype))
+                else:
+                    where = [e.index(i) for i in layout.value_indices(e, indices)]
+                    if self.varying[output.value]:
+                        where.append(k)
+                    new = e.insert(tensor.ExtractOp(value, where, storage_of(output.value)))
+                    new = _loaded(e, output.value, new)
 
                 def store(inner: Emitter) -> SSAValue:
                     return _combine(inner, spec, output.argument.dtype, y, inner.index(at), new)
