@@ -11,6 +11,7 @@ __all__ = [
     "CompilationError",
     "DeviceError",
     "InvalidLoopError",
+    "NotAttachedError",
     "OptionError",
     "Pyop3MlirError",
     "UnsupportedLoopError",
@@ -39,3 +40,7 @@ class DeviceError(Pyop3MlirError, RuntimeError):
 
 class OptionError(Pyop3MlirError, ValueError):
     """A setting has a value that it cannot have; names the value and where it was set."""
+
+
+class NotAttachedError(Pyop3MlirError, RuntimeError):
+    """A back end was to be taken off a package that it is not attached to."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
+from pyop3_mlir.frontends.stack import Stack
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
 
@@ -515,7 +516,7 @@ def _lgmaps(loop: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 # ---------------------------------------------------------------------------------------------
 
-_backends: list[Backend] = []
+_backends: Stack[Backend] = Stack("PyOP2")
 
 
 def attach(options: Options | None = None) -> Backend:
@@ -531,10 +532,7 @@ def attach(options: Options | None = None) -> Backend:
     ImportError
         Where PyOP2 is not installed.
     """
-    backend = Backend(options or Options.resolve())
-    backend.attach()
-    _backends.append(backend)
-    return backend
+    return _backends.attach(Backend(options or Options.resolve()))
 
 
 def detach(backend: Backend | None = None) -> None:
@@ -542,23 +540,12 @@ def detach(backend: Backend | None = None) -> None:
 
     Raises
     ------
-    RuntimeError
+    NotAttachedError
         Where it is not attached.
     """
-    if not _backends or (backend is not None and backend not in _backends):
-        raise RuntimeError("the back end is not attached")
-    target = backend or _backends[-1]
-    # what was attached later is put back on top
-    above = []
-    while _backends[-1] is not target:
-        above.append(_backends.pop())
-        above[-1].detach()
-    _backends.pop().detach()
-    for other in reversed(above):
-        other.attach()
-        _backends.append(other)
+    _backends.detach(backend)
 
 
 def attached() -> Backend | None:
     """The back end in force, or None."""
-    return _backends[-1] if _backends else None
+    return _backends.current

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
+from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
 from pyop3_mlir.frontends.pyop3_names import Names, find_names
 from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, code_key, kernel_key, make_plan
 from pyop3_mlir.frontends.pyop3_read import Reader
+from pyop3_mlir.frontends.stack import Stack
 from pyop3_mlir.kernels.loopy import Intent
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.options import Options
@@ -612,7 +613,7 @@ def _executor_class(names: Names) -> Any:
 
 # ---------------------------------------------------------------------------------------------
 
-_backends: list[Backend] = []
+_backends: Stack[Backend] = Stack("pyop3")
 
 
 def attach(options: Options | None = None) -> Backend:
@@ -630,10 +631,7 @@ def attach(options: Options | None = None) -> Backend:
     Pyop3MlirError
         Where the installed pyop3 lacks a name that is needed: it says which.
     """
-    backend = Backend(options or Options.resolve())
-    backend.attach()
-    _backends.append(backend)
-    return backend
+    return _backends.attach(Backend(options or Options.resolve()))
 
 
 def detach(backend: Backend | None = None) -> None:
@@ -641,18 +639,7 @@ def detach(backend: Backend | None = None) -> None:
 
     Raises
     ------
-    Pyop3MlirError
+    NotAttachedError
         Where it is not attached.
     """
-    if not _backends or (backend is not None and backend not in _backends):
-        raise Pyop3MlirError("the back end is not attached to pyop3")
-    target = backend or _backends[-1]
-    # what was attached later is put back on top
-    above = []
-    while _backends[-1] is not target:
-        above.append(_backends.pop())
-        above[-1].detach()
-    _backends.pop().detach()
-    for other in reversed(above):
-        other.attach()
-        _backends.append(other)
+    _backends.detach(backend)
