@@ -28,7 +28,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import InvalidLoopError
-from pyop3_mlir.kernels.program import LocalKernel
+from pyop3_mlir.kernels.program import (
+    Expr,
+    IndexOf,
+    KernelArgument,
+    Load,
+    LocalKernel,
+    Op,
+    postorder,
+)
 
 __all__ = [
     "INC",
@@ -761,12 +769,17 @@ class Parloop:
     def order_dependent(self) -> bool:
         """Whether the result depends on the order of the iterations, beyond rounding.
 
-        True where two iterations go through the same targets of an argument with access RW: the
+        True where two iterations go through the same targets of an argument with access RW, or of
+        one with MIN or MAX whose pack the kernel uses for more than that minimum or maximum: the
         second reads what the first stored. Such a loop runs in order, one entity after another.
         """
         iterations = self.iteration_set
-        for argument in self.arguments:
-            if argument.access is not RW or not argument.slots:
+        for formal, argument in zip(self.kernel.arguments, self.arguments, strict=True):
+            if not argument.slots or not _reads_what_it_stores(self.kernel, formal, argument):
+                continue
+            if argument.kind is Kind.GLOBAL:
+                if iterations.size > 1:
+                    return True
                 continue
             if argument.table is None:
                 if iterations.repeats:
@@ -835,3 +848,52 @@ class Parloop:
             if spec.table is not None and argument.table is not None
         }
         return tuple(found[number] for number in range(len(found)))
+
+
+def _reads_what_it_stores(kernel: LocalKernel, formal: KernelArgument, argument: Argument) -> bool:
+    """Whether it matters that a pack holds what earlier iterations left.
+
+    ``x[i] = min(x[i], ...)`` may start from an older value of a MIN argument, for the smaller one
+    is kept when the pack is stored. Every other use of such a pack is taken to matter.
+    """
+    if argument.access is RW:
+        return True
+    if argument.access not in (MIN, MAX):
+        return False
+    loads = {
+        node
+        for statement in kernel.statements
+        for node in postorder(statement.bodies)
+        if isinstance(node, Load)
+    }
+    read = {load for load in loads if load.source is formal}
+    outputs = {output.value: output for output in kernel.outputs if output.argument is formal}
+    temporaries = {load.source for load in loads}
+    for statement in kernel.statements:
+        for result, body in zip(statement.results, statement.bodies, strict=True):
+            found = read.intersection(postorder([body]))
+            if not found:
+                continue
+            output = outputs.get(result)
+            if output is None or result in temporaries or statement.reductions:
+                return True
+            if len(output.dims) != 1 or output.slot is not IndexOf(output.dims[0]):
+                return True
+            if len(formal.shape) != 1 or found != {Load(formal, [IndexOf(statement.dims[0])])}:
+                return True
+            if not _only_within(body, argument.access.name.lower(), found.pop()):
+                return True
+    return False
+
+
+def _only_within(body: Expr, name: str, leaf: Expr) -> bool:
+    """Whether ``leaf`` is used by operations ``name`` alone, from the root of ``body`` down."""
+    chain = [body]
+    outside: list[Expr] = []
+    while chain:
+        node = chain.pop()
+        if isinstance(node, Op) and node.name == name:
+            chain += node.children
+        elif node is not leaf:
+            outside.append(node)
+    return all(node is not leaf for node in postorder(outside))

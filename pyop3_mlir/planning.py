@@ -373,10 +373,14 @@ def colour_loop(loop: Parloop, size: int | None = None, start: int = 0) -> Colou
 
 def _refuse_order_dependent(loop: Parloop) -> None:
     if loop.order_dependent:
-        names = [a.name for a in loop.arguments if a.access.name == "RW"]
+        read = ", ".join(
+            f"argument {a.name} has access {a.access.name}"
+            for a in loop.arguments
+            if a.access.name in ("RW", "MIN", "MAX")
+        )
         raise UnsupportedLoopError(
-            f"loop {loop.name}: argument {', '.join(names)} has access RW and entities share its "
-            "entries, so each entity must see what the one before it stored; run it in order"
+            f"loop {loop.name}: {read}, the kernel reads it and entities share its entries, so "
+            "each entity must see what the one before it stored; run it in order"
         )
 
 
