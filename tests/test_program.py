@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
 import numpy as np
@@ -159,10 +158,9 @@ def test_printing_a_shared_expression_takes_no_exponential_time() -> None:
     t = Temporary("t", (), F64)
     statement = Compute((t,), (), (), (node,))
     kernel = LocalKernel("shared", (x,), (statement,), (Output(x, (), Scalar(0, INDEX), t),))
-    start = time.perf_counter()
+    # exponential in the 200 levels, either would never end
     text = str(kernel)
     short = repr(node)
-    assert time.perf_counter() - start < 1
     assert text.count("sin") == 200
     assert len(short) < 2000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -405,20 +404,6 @@ def test_calls_from_several_threads(host):
         list(pool.map(work, calls))
     for k, (_, y) in enumerate(pairs):
         np.testing.assert_array_equal(y, 200.0 * k)
-
-
-@pytest.mark.parametrize("inputs", [1, 7])
-def test_a_warm_call_is_cheap(inputs):
-    """The best of many calls: the machine may be busy, but not all the time."""
-    arrays = [np.zeros(10) for _ in range(inputs + 1)]
-    call = load(handwritten(inputs), get_device("cpu")).bind("loop", arrays)
-    best = np.inf
-    for _ in range(3000):
-        start = time.perf_counter()
-        call(0, 1)
-        best = min(best, time.perf_counter() - start)
-    print(f"{inputs + 1} buffers: {best * 1e6:.1f} us")
-    assert best < 25e-6
 
 
 # -- mistakes -------------------------------------------------------------------------------------
