@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
+from pyop3_mlir.frontends.pyop3_kernels import code_key, kernel_key
 from pyop3_mlir.frontends.pyop3_names import Names, find_names
-from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, code_key, kernel_key, make_plan
+from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, make_plan
 from pyop3_mlir.frontends.pyop3_read import Reader
 from pyop3_mlir.frontends.stack import Stack
 from pyop3_mlir.kernels.loopy import Intent

@@ -14,12 +14,11 @@ each of its arguments, without data. There are two ways:
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,18 +26,19 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.petsc import MatrixValues
+from pyop3_mlir.frontends.pyop3_kernels import Writer, import_kernel
+from pyop3_mlir.frontends.pyop3_matrices import BATCH, Elements, bind_matrix
 from pyop3_mlir.frontends.pyop3_names import Names
 from pyop3_mlir.frontends.pyop3_read import (
     Assign,
     Call,
     Constant,
     Insert,
-    Operation,
     Ref,
     Unit,
-    Value,
 )
-from pyop3_mlir.kernels.loopy import Intent, Part, import_loopy
+from pyop3_mlir.frontends.pyop3_tables import Matrix, Place, place
+from pyop3_mlir.kernels.loopy import Intent, Part
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.parloop import (
     INC,
@@ -49,7 +49,6 @@ from pyop3_mlir.parloop import (
     WRITE,
     Access,
     Argument,
-    IndexTable,
     IterationSet,
     Kind,
     Parloop,
@@ -75,165 +74,6 @@ _INTENTS = {
     "MIN_WRITE": Intent.WRITE,
     "MAX_WRITE": Intent.WRITE,
 }
-
-
-# ---------------------------------------------------------------------------------------------
-# Where an argument's entries lie
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """What an element matrix goes to.
-
-    Attributes
-    ----------
-    rows, cols
-        ``[n, k]`` and ``[n, l]``, local numbers; negative: dropped.
-    slots
-        Slot of the argument for each entry, by rows.
-    """
-
-    rows: Array
-    cols: Array
-    slots: Array
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """How an argument of the loop is made from a buffer; see :class:`~pyop3_mlir.Argument`.
-
-    Attributes
-    ----------
-    view
-        pyop3's ``IndexedBuffer``.
-    """
-
-    view: Any
-    access: Access
-    kind: Kind
-    components: int
-    table: IndexTable | None = None
-    stride: int | None = None
-    offset: int = 0
-    matrix: Matrix | None = None
-
-
-_tables: weakref.WeakValueDictionary[Any, IndexTable] = weakref.WeakValueDictionary()
-
-
-def shared_table(values: Array, bound: int, name: str) -> IndexTable:
-    """The table with these contents: equal ones are one object, so that plans are shared."""
-    if values.size and int(values.max()) <= np.iinfo(np.int32).max:
-        values = values.astype(np.int32)
-    values = np.ascontiguousarray(values)
-    digest = hashlib.blake2b(values.tobytes(), digest_size=16)
-    key = (digest.digest(), values.shape, values.dtype.str)
-    found = _tables.get((*key, bound))
-    if found is None:
-        other = _tables.get(key)
-        if other is not None:
-            values = other.values
-        negative = bool(values.size and values.min() < 0)
-        if negative and other is None:
-            values = np.maximum(values, -1)
-        found = IndexTable(values, bound, allow_negative=negative, name=name)
-        _tables[(*key, bound)] = found
-        _tables.setdefault(key, found)
-    return found
-
-
-def place(view: Any, offsets: Array, n: int, access: Access, size: int) -> Place:
-    """The simplest rule that gives ``offsets``.
-
-    Parameters
-    ----------
-    view
-        The buffer.
-    offsets
-        ``[n, entries]``, or ``[1, entries]`` where they are the same in each iteration.
-    n
-        Iterations.
-    access
-        The access.
-    size
-        Scalars that the buffer holds.
-    """
-    name = str(view.buffer.name)
-    entries = offsets.shape[1]
-    first = offsets[0]
-    contiguous = bool(entries) and bool(first[0] >= 0)
-    contiguous = contiguous and bool((first == first[0] + np.arange(entries)).all())
-    if len(offsets) == 1 and n != 1:
-        if contiguous and access not in (WRITE, RW):
-            return Place(view, access, Kind.GLOBAL, entries, offset=int(first[0]))
-        offsets = np.broadcast_to(offsets, (n, entries))
-    if contiguous and n > 1:
-        stride = int(offsets[1, 0] - first[0])
-        if stride >= entries and first[0] < stride and _is_direct(offsets, stride):
-            return Place(view, access, Kind.DIRECT, entries, None, stride, int(first[0]))
-    components, stride, offset = _rows(offsets)
-    rows = offsets[:, ::components]
-    rows = np.where(rows < 0, -1, (rows - offset) // stride)
-    bound = max((size - offset - components) // stride + 1, 0)
-    table = shared_table(rows, bound, name)
-    return Place(view, access, Kind.INDIRECT, components, table, stride, offset)
-
-
-def _is_direct(offsets: Array, stride: int) -> bool:
-    n, entries = offsets.shape
-    if int(offsets[-1, 0] - offsets[0, 0]) != (n - 1) * stride:
-        return False
-    expected = offsets[0, 0] + np.arange(n)[:, None] * stride + np.arange(entries)
-    return bool((offsets == expected).all())
-
-
-def _rows(offsets: Array) -> tuple[int, int, int]:
-    """Components, stride and offset with which ``offsets`` are rows of the buffer.
-
-    So that two entries are the same scalar only where their rows are the same.
-    """
-    n, entries = offsets.shape
-    if not n or not entries:
-        return 1, 1, 0
-    components = _run(offsets)
-    firsts = offsets[:, ::components]
-    present = firsts[firsts >= 0]
-    if not present.size:
-        return 1, 1, 0
-    stride = int(np.gcd.reduce(present.reshape(-1) - present.reshape(-1)[0]))
-    if stride == 0:
-        # one row only
-        stride = max(components, int(present.reshape(-1)[0]) + 1)
-    while stride < components or (int(present.reshape(-1)[0]) % stride) + components > stride:
-        # rows would overlap: smaller ones
-        components = _next_divisor(components)
-        if components == 1:
-            firsts = offsets[offsets >= 0]
-            stride = max(int(np.gcd.reduce(firsts - firsts[0])), 1)
-            return 1, stride, int(firsts[0]) % stride
-    return components, stride, int(present.reshape(-1)[0]) % stride
-
-
-def _next_divisor(number: int) -> int:
-    for candidate in range(number - 1, 0, -1):
-        if number % candidate == 0:
-            return candidate
-    return 1
-
-
-def _run(offsets: Array) -> int:
-    """The largest number of neighbouring scalars that all entries can be grouped into."""
-    entries = offsets.shape[1]
-    step = np.diff(offsets, axis=1)
-    both_absent = (offsets[:, 1:] < 0) & (offsets[:, :-1] < 0)
-    joined = ((step == 1) & (offsets[:, :-1] >= 0)) | both_absent
-    everywhere = joined.all(axis=0)
-    for length in range(entries, 1, -1):
-        if entries % length == 0:
-            inside = np.arange(entries - 1) % length != length - 1
-            if everywhere[inside].all():
-                return length
-    return 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -275,7 +115,7 @@ class Plan:
             data = array_of(p.view)
             if p.matrix is not None:
                 lgmaps.append((data, data.getLGMap()))
-                argument, handle = _bind_matrix(p, data, batch)
+                argument, handle = bind_matrix(p, data, batch)
                 if isinstance(handle, MatrixValues):
                     matrices.append(handle)
                 else:
@@ -285,42 +125,6 @@ class Plan:
             arguments.append(argument)
         parloop = Parloop(self.kernel, self.iterations, arguments)
         return Reading(parloop, self, tuple(matrices), tuple(elements), tuple(lgmaps))
-
-
-BATCH = 1 << 22
-"""Scalars of the element matrices that are computed before PETSc gets them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Elements:
-    """Element matrices that PETSc adds up: a matrix that is distributed over processes.
-
-    Attributes
-    ----------
-    mat
-        PETSc's matrix.
-    matrix
-        Where they go.
-    values
-        ``[iterations of a batch, entries]``, by rows.
-    access
-        INC or WRITE.
-    """
-
-    mat: Any
-    matrix: Matrix
-    values: Array
-    access: Access
-
-    def flush(self, start: int, stop: int) -> None:
-        """Hand the element matrices of iterations ``[start, stop)`` over."""
-        from petsc4py import PETSc
-
-        mode = PETSc.InsertMode.ADD_VALUES if self.access is INC else PETSc.InsertMode.INSERT_VALUES
-        rows, cols = self.matrix.rows[start:stop], self.matrix.cols[start:stop]
-        shape = (stop - start, rows.shape[1], cols.shape[1])
-        values = self.values[: stop - start].reshape(shape)
-        self.mat.setValuesLocalRCV(rows, cols, values, addv=mode)
 
 
 @dataclass(frozen=True, eq=False)
@@ -653,7 +457,7 @@ class _Maker:
             if len(found) > 1:
                 splits[number] = (shape, [part for part, _ in found])
             places += [p for _, p in found]
-        kernel, importer = _import(call, intents, splits, importers)
+        kernel, importer = import_kernel(call, intents, splits, importers)
         return Plan(kernel, _iterations(self.n), tuple(places), importer)
 
     def _whole(self, view: Any, intent: str, size: int) -> Place:
@@ -778,7 +582,7 @@ class _Maker:
     # anything else: one loopy kernel
 
     def written_down(self) -> Plan:
-        writer = _Writer(self)
+        writer = Writer(self.is_temporary)
         for statement in self.unit.statements:
             match statement:
                 case Assign():
@@ -787,7 +591,9 @@ class _Maker:
                     writer.call(statement)
                 case Insert():
                     raise UnsupportedLoopError("a matrix beside arithmetic")
-        return writer.finish()
+        kernel, importer, found = writer.finish()
+        places = tuple(self.place(a.view, a.offsets, access) for a, access in found)
+        return Plan(kernel, _iterations(self.n), places, importer)
 
 
 def _with_nothing(offsets: Array, slots: Array, missing: Array) -> tuple[Array, Array]:
@@ -836,305 +642,6 @@ def _iterations(n: int) -> IterationSet:
 _iteration_sets: weakref.WeakValueDictionary[int, IterationSet] = weakref.WeakValueDictionary()
 
 
-# ---------------------------------------------------------------------------------------------
-# Local kernels
-
-_kernels: dict[Any, LocalKernel | UnsupportedLoopError] = {}
-
-
-def code_key(code: Any) -> str:
-    """A digest of a loopy translation unit, equal for equal ones."""
-    from loopy.tools import LoopyKeyBuilder
-
-    return str(LoopyKeyBuilder()(code))
-
-
-def kernel_key(code: Any) -> str:
-    """As :func:`code_key`, whatever is known of what the kernel reads and writes.
-
-    pyop3 writes that into a kernel when it makes a function of it.
-    """
-    kernel = code.default_entrypoint
-    arguments = [a.copy(is_input=True, is_output=True) for a in kernel.args]
-    return code_key(code.with_kernel(kernel.copy(args=arguments)))
-
-
-def _import(
-    call: Call,
-    intents: Sequence[Intent],
-    splits: dict[int, tuple[tuple[int, ...], list[Part]]],
-    importers: Sequence[Any],
-) -> tuple[LocalKernel, str]:
-    if not splits:
-        for importer in importers:
-            found = importer(call.code, intents)
-            if found is not None:
-                return found, "gem"
-    shapes = tuple((i, whole, tuple(parts)) for i, (whole, parts) in sorted(splits.items()))
-    key = (code_key(call.code), tuple(intents), shapes)
-    known = _kernels.get(key)
-    if known is None:
-        try:
-            known = import_loopy(call.code, call.name, list(intents), splits=splits)
-        except UnsupportedLoopError as error:
-            known = error.with_traceback(None)
-        if len(_kernels) > 4096:
-            _kernels.clear()
-        _kernels[key] = known
-    if isinstance(known, UnsupportedLoopError):
-        raise known
-    return known, "loopy"
-
-
-class _Writer:
-    """Writes statements down as a loopy kernel whose arguments are what they access."""
-
-    def __init__(self, maker: _Maker) -> None:
-        self.maker = maker
-        self.accesses: dict[Any, _Accessed] = {}
-        self.temporaries: dict[int, Any] = {}
-        self.tables: dict[bytes, Any] = {}
-        self.domains: list[str] = []
-        self.instructions: list[Any] = []
-        self.subkernels: list[Any] = []
-
-    def name(self, prefix: str) -> str:
-        count = len(self.domains) + len(self.instructions) + len(self.tables)
-        return f"{prefix}{count}"
-
-    def assign(self, statement: Assign) -> None:
-        import pymbolic.primitives as p
-
-        entries = max(r.offsets.shape[1] for r in _refs([statement.target, statement.value]))
-        iname = self.name("i")
-        self.domains.append(f"{{ [{iname}]: 0 <= {iname} < {entries} }}")
-        target = self.access(statement.target, iname, entries, statement.kind)
-        value = self.value(statement.value, iname, entries)
-        if statement.kind == "inc":
-            value = target + value
-        elif statement.kind in ("min", "max"):
-            value = p.Variable(statement.kind)(target, value)
-        self.add("Assignment", frozenset({iname}), target, value)
-
-    def add(self, kind: str, inames: frozenset[str], assignee: Any, expression: Any) -> None:
-        import loopy as lp
-
-        identifier = f"s{len(self.instructions)}"
-        before = frozenset({f"s{len(self.instructions) - 1}"} if self.instructions else ())
-        self.instructions.append(
-            getattr(lp, kind)(
-                assignee,
-                expression,
-                id=identifier,
-                within_inames=inames,
-                within_inames_is_final=True,
-                depends_on=before,
-                depends_on_is_final=True,
-            )
-        )
-
-    def value(self, value: Value, iname: str, entries: int) -> Any:
-        import pymbolic.primitives as p
-
-        match value:
-            case Constant():
-                return value.value
-            case Ref():
-                return self.access(value, iname, entries, "read")
-        assert isinstance(value, Operation)
-        operands = [self.value(o, iname, entries) for o in value.operands]
-        comparisons = {
-            "LessThan": "<", "LessThanOrEqual": "<=", "GreaterThan": ">",
-            "GreaterThanOrEqual": ">=",
-        }  # fmt: skip
-        match value.name, operands:
-            case "Add", [a, b]:
-                return a + b
-            case "Sub", [a, b]:
-                return a - b
-            case "Mul", [a, b]:
-                return a * b
-            case "Div", [a, b]:
-                return p.Quotient(a, b)
-            case "FloorDiv", [a, b]:
-                return p.FloorDiv(a, b)
-            case "Modulo", [a, b]:
-                return p.Remainder(a, b)
-            case "Pow", [a, b]:
-                return p.Power(a, b)
-            case "Neg", [a]:
-                return -a
-            case "Abs", [a]:
-                return p.Variable("abs")(a)
-            case "Or", [a, b]:
-                return p.LogicalOr((a, b))
-            case "Conditional", [a, b, c]:
-                return p.If(a, b, c)
-            case name, [a, b] if name in comparisons:
-                return p.Comparison(a, comparisons[name], b)
-        raise UnsupportedLoopError(f"the operation {value.name}")
-
-    def access(self, ref: Ref, iname: str, entries: int, kind: str) -> Any:
-        import pymbolic.primitives as p
-
-        offsets = np.broadcast_to(ref.offsets, (len(ref.offsets), entries))
-        if not self.maker.is_temporary(ref.view):
-            accessed = self.accessed(ref.view, offsets)
-            accessed.kinds.append(kind)
-            return p.Variable(accessed.name)[p.Variable(iname)]
-        if len(offsets) != 1:
-            raise UnsupportedLoopError("a temporary in an order that depends on the iteration")
-        name = self.temporary(ref.view)
-        return p.Variable(name)[self.subscript(offsets[0], iname)]
-
-    def subscript(self, offsets: Array, iname: str) -> Any:
-        import loopy as lp
-        import pymbolic.primitives as p
-
-        start = int(offsets[0])
-        if (offsets == start + np.arange(len(offsets))).all():
-            return p.Variable(iname) + start
-        key = offsets.astype(np.int32).tobytes()
-        if key not in self.tables:
-            self.tables[key] = lp.TemporaryVariable(
-                f"order{len(self.tables)}",
-                dtype=np.int32,
-                shape=offsets.shape,
-                initializer=offsets.astype(np.int32),
-                read_only=True,
-                address_space=lp.AddressSpace.LOCAL,
-            )
-        return p.Variable(self.tables[key].name)[p.Variable(iname)]
-
-    def temporary(self, view: Any) -> str:
-        import loopy as lp
-
-        key = id(view.buffer)
-        if key not in self.temporaries:
-            self.temporaries[key] = lp.TemporaryVariable(
-                f"t{len(self.temporaries)}",
-                dtype=view.buffer.dtype,
-                shape=(int(view.buffer.size),),
-                address_space=lp.AddressSpace.LOCAL,
-            )
-        name: str = self.temporaries[key].name
-        return name
-
-    def accessed(self, view: Any, offsets: Array) -> _Accessed:
-        key = (id(view.buffer), view.nest_indices, offsets.shape, _digest(offsets))
-        found = self.accesses.get(key)
-        if found is None:
-            found = self.accesses[key] = _Accessed(f"a{len(self.accesses)}", view, offsets)
-        return found
-
-    def call(self, call: Call) -> None:
-        import loopy as lp
-        import pymbolic.primitives as p
-
-        writes: list[Any] = []
-        reads: list[Any] = []
-        for (view, intent), formal in zip(
-            call.arguments, call.code.default_entrypoint.args, strict=True
-        ):
-            if type(formal).__name__ == "ValueArg":
-                raise UnsupportedLoopError(f"kernel {call.name}: {formal.name} is no array")
-            size = math.prod(int(e) for e in formal.shape)
-            iname = self.name(f"c{len(writes)}_{len(reads)}_")
-            self.domains.append(f"{{ [{iname}]: 0 <= {iname} < {size} }}")
-            if self.maker.is_temporary(view):
-                name = self.temporary(view)
-            else:
-                accessed = self.accessed(view, np.arange(size)[None])
-                kinds = {"READ": ["read"], "INC": ["inc"]}.get(intent, ["read", "write"])
-                accessed.kinds += kinds
-                name = accessed.name
-            reference = lp.symbolic.SubArrayRef(
-                (p.Variable(iname),), p.Variable(name)[p.Variable(iname)]
-            )
-            if intent != "READ":
-                writes.append(reference)
-            if intent not in ("WRITE", "MIN_WRITE", "MAX_WRITE"):
-                reads.append(reference)
-        expression = p.Call(p.Variable(call.name), tuple(reads))
-        self.add("CallInstruction", frozenset(), tuple(writes), expression)
-        self.subkernels.append(call.code.with_entrypoints(frozenset()))
-
-    def finish(self) -> Plan:
-        import loopy as lp
-
-        maker = self.maker
-        places, intents, arguments = [], [], []
-        for accessed in self.accesses.values():
-            access, intent = accessed.meaning()
-            place_ = maker.place(accessed.view, accessed.offsets, access)
-            places.append(place_)
-            intents.append(intent)
-            arguments.append(
-                lp.GlobalArg(
-                    accessed.name,
-                    dtype=accessed.view.buffer.dtype,
-                    shape=(accessed.offsets.shape[1],),
-                    is_input=True,
-                    is_output=intent is not Intent.READ,
-                )
-            )
-        name = "statements"
-        code = lp.make_kernel(
-            self.domains,
-            self.instructions,
-            [*arguments, *self.temporaries.values(), *self.tables.values()],
-            name=name,
-            target=lp.CWithGNULibcTarget(),
-            lang_version=(2018, 2),
-        )
-        code = lp.merge((code, *{id(k): k for k in self.subkernels}.values()))
-        kernel, importer = _import(Call(code, name, ()), intents, {}, ())
-        return Plan(kernel, _iterations(maker.n), tuple(places), importer)
-
-
-class _Accessed:
-    """Entries of a buffer that statements access, an argument of the written kernel."""
-
-    def __init__(self, name: str, view: Any, offsets: Array) -> None:
-        self.name = name
-        self.view = view
-        self.offsets = offsets
-        self.kinds: list[str] = []
-
-    def meaning(self) -> tuple[Access, Intent]:
-        kinds = set(self.kinds)
-        if kinds == {"read"}:
-            return READ, Intent.READ
-        if kinds == {"inc"}:
-            return INC, Intent.INC
-        if kinds == {"write"}:
-            return WRITE, Intent.WRITE
-        if kinds == {"min"}:
-            return MIN, Intent.UPDATE
-        if kinds == {"max"}:
-            return MAX, Intent.UPDATE
-        return RW, Intent.UPDATE
-
-
-def _refs(values: Sequence[Value]) -> list[Ref]:
-    found: list[Ref] = []
-    for value in values:
-        if isinstance(value, Ref):
-            found.append(value)
-        elif isinstance(value, Operation):
-            found += _refs(value.operands)
-    return found
-
-
-def _digest(array: Array) -> bytes:
-    contiguous = np.ascontiguousarray(array, dtype=np.int64)
-    return hashlib.blake2b(contiguous.tobytes(), digest_size=16).digest()
-
-
-# ---------------------------------------------------------------------------------------------
-# Data
-
-
 def _bind_array(p: Place, data: Any) -> Argument:
     if not isinstance(data, np.ndarray):
         raise UnsupportedLoopError(f"{p.view.buffer.name} is a {type(data).__name__}")
@@ -1150,121 +657,3 @@ def _bind_array(p: Place, data: Any) -> Argument:
         p.offset,
         str(p.view.buffer.name),
     )
-
-
-def _bind_matrix(p: Place, mat: Any, batch: int) -> tuple[Argument, MatrixValues | Elements]:
-    assert p.matrix is not None
-    name = str(p.view.buffer.name)
-    kind = mat.getType()
-    if kind in ("seqaij", "seqbaij", "seqdense"):
-        values = MatrixValues(mat)
-        table, rows = _positions(p.matrix, mat, values, name)
-        return Argument.matrix(values.array, p.access, table, rows, name=name), values
-    if kind not in ("mpiaij", "mpibaij", "mpidense"):
-        raise UnsupportedLoopError(f"a matrix of type {kind}")
-    matrix = p.matrix
-    n = len(matrix.rows)
-    array = np.zeros((batch, p.components))
-    at = np.arange(n, dtype=np.int64) % batch
-    slots = np.empty(p.components, np.int64)
-    slots[matrix.slots] = np.arange(p.components)
-    table = IndexTable(
-        (at[:, None] * p.components + slots).astype(np.int32), array.size, name="element matrices"
-    )
-    # a kernel may give several contributions to an entry, so they are added to zeros
-    argument = Argument(array.reshape(-1), INC, Kind.INDIRECT, table, 1, 1, name=name)
-    kind = mat.getLGMap()[0].indices.dtype
-    sides = [np.ascontiguousarray(side, dtype=kind) for side in (matrix.rows, matrix.cols)]
-    matrix = replace(matrix, rows=sides[0], cols=sides[1])
-    return argument, Elements(mat, matrix, array, p.access)
-
-
-def _positions(
-    matrix: Matrix, mat: Any, values: MatrixValues, name: str
-) -> tuple[IndexTable, IndexTable]:
-    """Where the entries of element matrices lie among the values, and the table of rows.
-
-    Both are kept with the table of rows, which is the same object for equal contents.
-    """
-    from pyop3_mlir.planning import csr_positions
-
-    sides = []
-    for side, lgmap in zip((matrix.rows, matrix.cols), mat.getLGMap(), strict=True):
-        indices = lgmap.indices
-        mapped = indices[np.maximum(side, 0)] if indices.size else np.full(side.shape, -1)
-        sides.append(np.where(side < 0, -1, np.maximum(mapped, -1)).astype(np.int32))
-    height, width = mat.getLocalSize()
-    blocks = [1, 1]
-    if values.type == "seqbaij":
-        blocks = [values.block_size] * 2
-        if not all(_fills_blocks(side, values.block_size) for side in sides):
-            raise UnsupportedLoopError(f"{name}: single components of a matrix that stores blocks")
-    elif values.type == "seqaij":
-        blocks = [_node_size(side) for side in sides]
-    rows, cols = (
-        _node_table(side, size, extent, name)
-        for side, size, extent in zip(sides, blocks, (height, width), strict=True)
-    )
-    if values.pattern is None:
-        positions = _dense_positions(rows, cols, height, width, name)
-    else:
-        positions = csr_positions(
-            *values.pattern,
-            rows,
-            cols,
-            row_components=blocks[0],
-            col_components=blocks[1],
-            storage="baij" if values.type == "seqbaij" else "aij",
-            name=name,
-        )
-    slots = matrix.slots
-    if (slots == np.arange(len(slots))).all():
-        return positions, rows
-    key = ("in the order of slots", slots.tobytes())
-    found = positions.plans.get(key)
-    if found is None:
-        ordered = np.empty_like(positions.values)
-        ordered[:, slots] = positions.values
-        found = IndexTable(ordered, positions.bound, positions.allow_negative, name)
-        positions.plans[key] = found
-    return found, rows
-
-
-def _dense_positions(
-    rows: IndexTable, cols: IndexTable, height: int, width: int, name: str
-) -> IndexTable:
-    """As ``csr_positions``, in the values of a dense matrix, which lie by columns."""
-    key = ("dense positions", height, width, cols.fingerprint)
-    found = rows.plans.get(key)
-    if found is None:
-        i, j = rows.values[:, :, None].astype(np.int64), cols.values[:, None, :].astype(np.int64)
-        at = np.where((i < 0) | (j < 0), -1, i + height * j)
-        kind = np.int32 if height * width <= np.iinfo(np.int32).max else np.int64
-        negative = rows.allow_negative or cols.allow_negative
-        values = at.reshape(len(at), -1).astype(kind)
-        found = rows.plans[key] = IndexTable(values, height * width, negative, name)
-    result: IndexTable = found
-    return result
-
-
-def _node_table(side: Array, size: int, extent: int, name: str) -> IndexTable:
-    firsts = side[:, ::size]
-    return shared_table(np.where(firsts < 0, -1, firsts // size), extent // size, name)
-
-
-def _fills_blocks(side: Array, size: int) -> bool:
-    n, count = side.shape
-    if count % size:
-        return False
-    blocks = side.reshape(n, count // size, size)
-    firsts = blocks[:, :, :1]
-    whole = (blocks == firsts + np.arange(size)) & (firsts % size == 0)
-    return bool((whole | (blocks < 0) & (firsts < 0)).all())
-
-
-def _node_size(side: Array) -> int:
-    """Components of a node: the largest number for which all entries come in such blocks."""
-    for size in range(min(side.shape[1], 16), 1, -1):
-        if side.shape[1] % size == 0 and _fills_blocks(side, size):
-            return size
-    return 1
