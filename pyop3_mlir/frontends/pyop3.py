@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
+from pyop3_mlir.frontends.petsc import nonzero_state
 from pyop3_mlir.frontends.pyop3_kernels import code_key, kernel_key
 from pyop3_mlir.frontends.pyop3_names import Names, find_names
 from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, make_plan
@@ -69,19 +70,20 @@ class _Bound:
     plans: tuple[Plan, ...] | None
     readings: tuple[Reading, ...]
     calls: list[Any]
+    patterns: tuple[int, ...]
     count: int = 0
     seconds: float = 0.0
     tuned: bool = False
 
     def current(self) -> bool:
-        """Whether matrices are where they were, with the maps that they had."""
+        """Whether matrices are where they were, with the maps and patterns that they had."""
         for reading in self.readings:
             for mat, maps in reading.lgmaps:
                 if [m.handle for m in mat.getLGMap()] != [m.handle for m in maps]:
                     return False
             if not all(matrix.current() for matrix in reading.matrices):
                 return False
-        return True
+        return self.patterns == _patterns(self.readings)
 
 
 class Backend:
@@ -274,7 +276,7 @@ class Backend:
         try:
             readings = self._agree(executor.comm, lambda: self._read(executor, loop, handles))
             calls = [self._compile(executor.comm, reading) for reading in readings]
-            bound = _Bound(handles, loop.plans, readings, calls)
+            bound = _Bound(handles, loop.plans, readings, calls, _patterns(readings))
         except Exception as error:
             # on all processes, or on none: the original code is compiled collectively too
             reason = str(error) or type(error).__name__
@@ -314,7 +316,7 @@ class Backend:
             reader = Reader(self.names, masked=executor.masked)
             loop.places = {
                 (id(view.buffer), view.nest_indices): number
-                for number, view in enumerate(executor.kernel_name_to_buffer_info.values())
+                for number, view in enumerate(executor.views)
             }
             units = reader.read(executor.preprocessed())
             loop.watched = tuple(
@@ -494,6 +496,11 @@ class _Compile:
         return self.backend.executor(context, method())
 
 
+def _patterns(readings: Sequence[Reading]) -> tuple[int, ...]:
+    """Numbers that change when the patterns of matrices do."""
+    return tuple(nonzero_state(matrix.mat) for r in readings for matrix in r.matrices)
+
+
 def _size_of(view: Any) -> int:
     handle = view.handle
     return int(handle.size) if isinstance(handle, np.ndarray) else 0
@@ -522,7 +529,13 @@ def _executor_class(names: Names) -> Any:
         """Runs a loop on the engine after pyop3's halo exchanges."""
 
         def __init__(
-            self, backend: Backend, original: Any, instruction: Any, parameters: Any, tree: Any
+            self,
+            backend: Backend,
+            original: Any,
+            instruction: Any,
+            parameters: Any,
+            tree: Any,
+            views: tuple[Any, ...] | None = None,
         ) -> None:
             super().__init__(
                 self._execute,
@@ -533,6 +546,8 @@ def _executor_class(names: Names) -> Any:
             self.backend = backend
             self.original = original
             self.bound: dict[Any, _Bound] = {}
+            # of the instructions: where buffers are replaced, these are not those that it runs on
+            self.views = views or tuple(self.kernel_name_to_buffer_info.values())
             self._instruction = instruction
             self._parameters = parameters
             self._tree = tree
@@ -561,7 +576,12 @@ def _executor_class(names: Names) -> Any:
                 }
                 original = base(self.original.executable, views, intents, self.comm)
                 found = Executor(
-                    self.backend, original, self._instruction, self._parameters, self._tree
+                    self.backend,
+                    original,
+                    self._instruction,
+                    self._parameters,
+                    self._tree,
+                    self.views,
                 )
                 # it keeps the buffers alive, so that their numbers are not used again
                 self._replaced[key] = found

@@ -371,6 +371,27 @@ def test_matrix(engine):
     engine.check("element")
 
 
+def test_matrix_whose_pattern_changes(engine):
+    # PETSc takes entries out of rows in place: the values stay where they are
+    cells, cone, table, mat = matrix_setup()
+    k = function("a[i,j] = a[i,j] + i + 2*j + 1", [("a", (2, 2), op3.INC)],
+                 "{[i]: 0<=i<2};{[j]: 0<=j<2}", "numbers")  # fmt: skip
+    loop = op3.loop(c := cells.iter(), k(mat[cone(c), cone(c)]))
+    loop()
+    mat.assemble()
+    petsc = mat.buffer.mat
+    petsc.setOption(petsc.Option.KEEP_NONZERO_PATTERN, False)
+    petsc.setOption(petsc.Option.NEW_NONZERO_LOCATION_ERR, False)
+    petsc.zeroRows([4, 5], 0.0)
+    loop()
+    mat.assemble()
+    once = np.zeros((10, 10))
+    np.add.at(once, (table[:, :, None], table[:, None, :]), np.array([[1.0, 3.0], [2.0, 4.0]]))
+    expected = 2 * once
+    expected[4:6] = once[4:6]
+    np.testing.assert_allclose(petsc[:, :], expected, rtol=1e-14)
+
+
 def test_replaced_arguments(engine):
     cells, vertices = op3.Axis(30, "cells"), op3.Axis(12, "vertices")
     table = rng.integers(0, 12, (30, 3))
@@ -383,6 +404,20 @@ def test_replaced_arguments(engine):
     loop(x=other, y=target)
     assert np.array_equal(y.buffer.data_ro, kept)
     assert np.allclose(target.buffer.data_ro, other.buffer.data_ro[table].sum(axis=1), rtol=1e-14)
+    engine.check()
+
+
+def test_arguments_that_are_replaced_at_once(engine):
+    # what the loop was made with never runs, and is not what is to be written to
+    axis = op3.Axis(17, "points")
+    x, y = dat(axis, name="source"), dat(axis, np.zeros(17), name="sink")
+    loop = op3.loop(p := axis.iter(), copy(1)(x[p], y[p]))
+    other, target = dat(axis), dat(axis, np.zeros(17))
+    loop(source=other, sink=target)
+    assert np.array_equal(target.buffer.data_ro, other.buffer.data_ro)
+    assert not y.buffer.data_ro.any()
+    loop()
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
     engine.check()
 
 
