@@ -9,8 +9,8 @@
 #
 # Prints passed and failed of each run, the tests that pass with loopy and fail with the back end, and the share of
 # loops that the back end ran. Exits with 1 if there are such tests. What pytest wrote stays in the folder that is
-# named at the end ($SUITE_OUTPUT, or a new one); what is there already is not run again. Tests of several processes run where mpiexec is found, unless
-# SUITE_SERIAL=1. SUITE_TIMEOUT (seconds, default 600) bounds each file.
+# named at the end ($SUITE_OUTPUT, or a new one); what is there already is not run again. Tests of several processes
+# run where mpiexec is found, unless SUITE_SERIAL=1. SUITE_TIMEOUT (seconds, default 600) bounds each file.
 set -euo pipefail
 
 [ $# -ge 1 ] && [ -d "$1/pyop3" ] || {
@@ -32,7 +32,7 @@ regression=(
     tensor_algebra tensor_elements upwind_flux vertex_based_limiter vfs_component_bcs
 )
 if [ $# -eq 0 ]; then
-    set -- tests/pyop3/test_direct_loop.py tests/pyop3/unit "${regression[@]/#/tests/firedrake/regression/test_}"
+    set -- tests/pyop3/test_direct_loop.py tests/pyop3/unit tests/pyop3/integration "${regression[@]/#/tests/firedrake/regression/test_}"
     for name; do
         [ -e "$directory/$name" ] && set -- "$@" "$name"
         [ -e "$directory/$name.py" ] && set -- "$@" "$name.py"
