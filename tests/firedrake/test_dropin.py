@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ from pyop3_mlir.frontends import dropin
 from pyop3_mlir.frontends.pyop2 import plan_for
 from pyop3_mlir.runtime.compile import compilations
 
+STATM = Path("/proc/self/statm")
 parloop_class = sys.modules["pyop2.parloop"].Parloop
 
 
@@ -229,17 +232,9 @@ def test_direct_loops_keep_what_they_do_not_write(attach: Any) -> None:
     points = op2.Set(7, "points")
     two = op2.Dat(op2.DataSet(points, 2), np.arange(14.0), np.float64)
     one = op2.Dat(op2.DataSet(points, 1), np.arange(7.0) + 1, np.float64)
-    import loopy as lp
 
     def kernel(code: str) -> Any:
-        args = [
-            lp.GlobalArg("x", np.float64, shape=(2,)),
-            lp.GlobalArg("y", np.float64, shape=(1,)),
-        ]
-        unit = lp.make_function(
-            "{:}", code, args, name="k", target=lp.CTarget(), lang_version=(2018, 2)
-        )
-        return op2.Kernel(unit, "k")
+        return op2.Kernel(loopy_unit(code, x=2, y=1), "k")
 
     with attach() as found:
         op2.par_loop(kernel("x[1] = 10*y[0]"), points, two(op2.WRITE), one(op2.READ))
@@ -248,6 +243,15 @@ def test_direct_loops_keep_what_they_do_not_write(attach: Any) -> None:
         op2.par_loop(kernel("x[0] = x[0] + y[0]"), points, two(op2.INC), one(op2.READ))
         np.testing.assert_array_equal(two.data_ro[:, 0], np.arange(0, 14, 2) + np.arange(7) + 1)
         found.all_lowered()
+
+
+def loopy_unit(code: str, **sizes: int) -> Any:
+    """A kernel written by hand, and the sizes of its arguments."""
+    import loopy as lp
+
+    arguments = [lp.GlobalArg(name, np.float64, shape=(n,)) for name, n in sizes.items()]
+    options = {"name": "k", "target": lp.CTarget(), "lang_version": (2018, 2)}
+    return lp.make_function("{:}", code, arguments, **options)
 
 
 def test_report_entries(attach: Any) -> None:
@@ -321,6 +325,40 @@ def test_loops_that_are_dropped_leave_nothing(attach: Any) -> None:
         gc.collect()
         assert len(plan.bindings) <= 3
         assert len(gc.get_objects()) - before < 300
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="the system does not say how much memory is in use")
+def test_ten_thousand_loops_hold_memory_steady(attach: Any) -> None:
+    """Each loop is built, has data of its own, runs once, and is dropped."""
+    v = space(2)
+    u, w = TrialFunction(v), TestFunction(v)
+    kernel = op2.Kernel(loopy_unit("x[0] = x[0] + 1\nx[2] = x[2] + 1", x=3), "k")
+
+    def vector() -> None:
+        op2.par_loop(kernel, v.mesh().cell_set, Function(v).dat(op2.INC, v.cell_node_map()))
+
+    def build(count: int) -> None:
+        for number in range(count):
+            vector()
+            if number % 20 == 0:
+                get_assembler(u * w * dx).assemble()
+                assemble(Function(v) * dx)
+        gc.collect()
+
+    with attach() as found:
+        build(1500)
+        before, objects = resident(), len(gc.get_objects())
+        build(8500)
+        found.all_lowered()
+        assert sum(entry.calls for entry in found.entries().values()) >= 10_000
+        assert len(gc.get_objects()) - objects < 300
+        # a loop that stayed would take more than a kilobyte
+        assert resident() - before < 4e6
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_op2_arithmetic(attach: Any) -> None:
