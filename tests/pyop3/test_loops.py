@@ -13,83 +13,10 @@ import pytest
 exec_ = pytest.importorskip(
     "pyop3.insn.exec", reason="pyop3 is in no registry and not installed here"
 )
-import loopy as lp  # noqa: E402
 import pyop3 as op3  # noqa: E402
 from immutabledict import immutabledict as idict  # noqa: E402
-
-rng = np.random.default_rng(7)
-
-
-def function(
-    code: str, arguments: list[tuple[str, tuple[int, ...], Any]], domains: str = "", name: str = "k"
-) -> Any:
-    """A pyop3 function from loopy instructions; arguments are (name, shape, intent)."""
-    reads = (op3.READ, op3.RW, op3.INC, op3.MIN_RW, op3.MAX_RW)
-    kernel = lp.make_kernel(
-        domains.split(";") if domains else [],
-        code,
-        [
-            lp.GlobalArg(
-                n, op3.ScalarType, shape, is_input=intent in reads, is_output=intent != op3.READ
-            )
-            for n, shape, intent in arguments
-        ],
-        name=name,
-        target=lp.CWithGNULibcTarget(),
-        lang_version=(2018, 2),
-    )
-    return op3.Function(kernel, [intent for _, _, intent in arguments])
-
-
-def copy(*shape: int) -> Any:
-    """Copies x to y."""
-    inames = [f"i{k}" for k in range(len(shape))]
-    domains = ";".join(f"{{[{i}]: 0<={i}<{s}}}" for i, s in zip(inames, shape, strict=True))
-    at = ",".join(inames)
-    return function(
-        f"y[{at}] = x[{at}]", [("x", shape, op3.READ), ("y", shape, op3.WRITE)], domains, "copy"
-    )
-
-
-def add(n: int = 1) -> Any:
-    """Adds the n entries of x to y."""
-    return function(
-        "y[0] = y[0] + x[i]",
-        [("x", (n,), op3.READ), ("y", (1,), op3.INC)],
-        f"{{[i]: 0<=i<{n}}}",
-        "add",
-    )
-
-
-def spread(n: int) -> Any:
-    """Adds x, times the number of the entry, to each of the n entries of y."""
-    return function(
-        "y[i] = y[i] + x[0]*(i+1)",
-        [("x", (1,), op3.READ), ("y", (n,), op3.INC)],
-        f"{{[i]: 0<=i<{n}}}",
-        "spread",
-    )
-
-
-def dat(axes: Any, values: Any = None, name: str | None = None) -> Any:
-    """A Dat, of random numbers unless values are given."""
-    tree = axes.as_tree() if hasattr(axes, "as_tree") else axes
-    values = rng.random(int(tree.size)) if values is None else np.asarray(values, op3.ScalarType)
-    return op3.Dat(axes, data=values.reshape(-1).copy(), name=name)
-
-
-def integers(axes: Any, values: Any, **kwargs: Any) -> Any:
-    """A Dat of indices."""
-    return op3.Dat(axes, data=np.asarray(values, op3.IntType).reshape(-1).copy(), **kwargs)
-
-
-def map_(source: Any, target: Any, values: np.ndarray, name: str) -> Any:
-    """A map from the points of an axis to those of another."""
-    axes = op3.AxisTree.from_iterable([source, op3.Axis(values.shape[1], name)])
-    component = op3.TabulatedMapComponent(
-        target.label, target.component.label, integers(axes, values), label=None
-    )
-    return op3.Map({idict({source.label: source.component.label}): [[component]]}, name=name)
+from pyop3.expr import Conditional, LessThan  # noqa: E402
+from pyop3_loops import add, copy, dat, dat_of_shape, function, integers, map_, rng, spread  # noqa: E402
 
 
 def test_direct_loop(engine):
@@ -143,13 +70,6 @@ def test_composed_maps(engine, depth):
     del y
     assert np.array_equal(target.buffer.data_ro.reshape(expected.shape), x.buffer.data_ro[expected])
     engine.check()
-
-
-def dat_of_shape(axis: Any, depth: int) -> Any:
-    """A Dat of zeros with 2 ** depth entries a point."""
-    inner = [op3.Axis(2, f"out{k}") for k in range(depth)]
-    axes = op3.AxisTree.from_iterable([axis, *inner])
-    return dat(axes, np.zeros(axis.size * 2**depth))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +129,91 @@ def test_nested_loops_transpose(engine):
     engine.check()
 
 
+def test_three_nested_loops(engine):
+    a, b, c = op3.Axis(3, "a"), op3.Axis(4, "b"), op3.Axis(2, "c")
+    x = dat(op3.AxisTree.from_iterable([a, b, c]))
+    y = dat(op3.AxisTree.from_iterable([c, a, b]), np.zeros(24))
+    p, q, r = a.iter(), b.iter(), c.iter()
+    innermost = op3.loop(r, copy(1)(x[p][q][r], y[r][p][q]))
+    op3.loop(p, op3.loop(q, innermost), eager=True)
+    expected = x.buffer.data_ro.reshape(3, 4, 2).transpose(2, 0, 1)
+    assert np.array_equal(y.buffer.data_ro.reshape(2, 3, 4), expected)
+    engine.check()
+
+
+def test_nested_loop_that_sums(engine):
+    axes = op3.AxisTree.from_iterable([op3.Axis(5, "points"), op3.Axis(3, "entries")])
+    x, y = dat(axes), dat(axes.root, np.zeros(5))
+    p = axes.root.iter()
+    op3.loop(p, op3.loop(q := axes[p].iter(), add(1)(x[q], y[p])), eager=True)
+    expected = x.buffer.data_ro.reshape(5, 3).sum(axis=1)
+    assert np.allclose(y.buffer.data_ro, expected, rtol=1e-14)
+    engine.check()
+
+
+def test_subset_of_what_a_kernel_gets(engine):
+    points = op3.Axis(6, "points")
+    axes = op3.AxisTree.from_iterable([points, op3.Axis(4, "entries")])
+    chosen = integers(op3.Axis(2, "chosen"), [3, 1], buffer_kwargs={"constant": True})
+    index = op3.Slice("entries", [op3.SubsetSliceComponent(None, chosen)])
+    x, y = dat(axes), dat_of_shape(points, 1)
+    op3.loop(p := points.iter(), copy(2)(x[p][index], y[p]), eager=True)
+    expected = x.buffer.data_ro.reshape(6, 4)[:, [3, 1]]
+    assert np.array_equal(y.buffer.data_ro.reshape(6, 2), expected)
+    engine.check()
+
+
+def test_slice_of_what_a_kernel_gets(engine):
+    points = op3.Axis(6, "points")
+    axes = op3.AxisTree.from_iterable([points, op3.Axis(4, "entries")])
+    x, y = dat(axes), dat_of_shape(points, 1)
+    op3.loop(p := points.iter(), copy(2)(x[p][1::2], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro.reshape(6, 2), x.buffer.data_ro.reshape(6, 4)[:, 1::2])
+    engine.check()
+
+
+def test_slice_of_a_slice(engine):
+    axis = op3.Axis(30, "points")
+    x, y = dat(axis), dat(axis, np.zeros(30))
+    op3.loop(p := axis[::2][1:].iter(), copy(1)(x[p], y[p]), eager=True)
+    expected = np.zeros(30)
+    expected[::2][1:] = x.buffer.data_ro[::2][1:]
+    assert np.array_equal(y.buffer.data_ro, expected)
+    engine.check()
+
+
+def test_assignment_to_a_subset(engine):
+    axis = op3.Axis(6, "points")
+    chosen = integers(op3.Axis(4, "chosen"), [2, 3, 5, 0], buffer_kwargs={"constant": True})
+    index = op3.Slice("points", [op3.SubsetSliceComponent(None, chosen)])
+    x, y = dat(axis), dat(axis, np.zeros(6))
+    y[index].assign(x[index], eager=True, eager_strategy="compile")
+    expected = np.zeros(6)
+    expected[[2, 3, 5, 0]] = x.buffer.data_ro[[2, 3, 5, 0]]
+    assert np.array_equal(y.buffer.data_ro, expected)
+    engine.check()
+
+
+def test_components_of_an_axis_that_a_kernel_gets(engine):
+    points, inner = op3.Axis(4, "points"), op3.Axis({"a": 3, "b": 2}, "inner")
+    axes = op3.AxisTree.from_nest({points: inner})
+    x, y = dat(axes), dat(axes, np.zeros(20))
+    op3.loop(p := points.iter(), copy(5)(x[p], y[p]), eager=True)
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
+def test_order_of_three_axes(engine):
+    a, b, points = op3.Axis(3, "a"), op3.Axis(2, "b"), op3.Axis(5, "points")
+    x = dat(op3.AxisTree.from_iterable([points, a, b]))
+    y = dat(op3.AxisTree.from_iterable([b, points, a]), np.zeros(30))
+    p = points.iter()
+    op3.loop(p, op3.Assignment(y[p], x[p], "write"), eager=True)
+    expected = x.buffer.data_ro.reshape(5, 3, 2).transpose(2, 0, 1)
+    assert np.array_equal(y.buffer.data_ro.reshape(2, 5, 3), expected)
+    engine.check()
+
+
 def test_order_of_axes(engine):
     points, components = op3.Axis(5, "points"), op3.Axis(3, "components")
     x = dat(op3.AxisTree.from_iterable([points, components]))
@@ -216,32 +221,6 @@ def test_order_of_axes(engine):
     op3.loop(p := points.iter(), copy(3)(x[p], y[p]), eager=True)
     assert np.array_equal(y.buffer.data_ro.reshape(3, 5), x.buffer.data_ro.reshape(5, 3).T)
     engine.check()
-
-
-def ragged_axes() -> Any:
-    """Five points with 3, 2, 1, 3 and 2 entries."""
-    root = op3.Axis(5, "points")
-    counts = np.array([3, 2, 1, 3, 2], op3.IntType)
-    lengths = op3.Dat(root, data=counts, buffer_kwargs={"constant": True})
-    # pyop3 does not take the Dat itself here: "Dat.concretize() missing ... 'linear'"
-    length = op3.as_linear_buffer_expression(lengths)
-    return op3.AxisTree.from_nest({root: op3.Axis([op3.AxisComponent(length)], "inner")})
-
-
-def test_loop_over_a_ragged_axis(engine):
-    axes = ragged_axes()
-    x, y = dat(axes, rng.random(11)), dat(axes, np.zeros(11))
-    op3.loop(p := axes.iter(), copy(1)(x[p], y[p]), eager=True)
-    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
-    engine.check("copy")
-
-
-def test_ragged_axis_in_a_loop(engine):
-    axes = ragged_axes()
-    x, y = dat(axes, rng.random(11)), dat(axes, np.zeros(11))
-    p = axes.root.iter()
-    op3.loop(p, op3.Assignment(y[p], 2.0 * x[p], "write"), eager=True)
-    assert np.array_equal(y.buffer.data_ro, 2 * x.buffer.data_ro)
 
 
 def test_constant_passed_whole(engine):
@@ -253,6 +232,29 @@ def test_constant_passed_whole(engine):
     )
     op3.loop(p := axis.iter(), k(c, x[p], y[p]), eager=True)
     assert np.allclose(y.buffer.data_ro, 2 * x.buffer.data_ro + 5, rtol=1e-15)
+    engine.check()
+
+
+def test_constant_in_an_expression(engine):
+    axis = op3.Axis(12, "points")
+    x, y, number = dat(axis), dat(axis), op3.Scalar(2.5)
+    p = axis.iter()
+    loop = op3.loop(p, op3.Assignment(y[p], number * x[p], "write"))
+    for value in (2.5, -1.0):
+        number.buffer.data_wo[...] = value
+        loop()
+        assert np.allclose(y.buffer.data_ro, value * x.buffer.data_ro, rtol=1e-15)
+    engine.check()
+
+
+def test_condition_in_an_expression(engine):
+    axis = op3.Axis(12, "points")
+    x, y = dat(axis), dat(axis, np.zeros(12))
+    p = axis.iter()
+    value = Conditional(LessThan(x[p], 0.5), x[p], 2.0)
+    op3.loop(p, op3.Assignment(y[p], value, "write"), eager=True)
+    expected = np.where(x.buffer.data_ro < 0.5, x.buffer.data_ro, 2.0)
+    assert np.array_equal(y.buffer.data_ro, expected)
     engine.check()
 
 
@@ -335,61 +337,6 @@ def test_assignment_of_whole_arrays(engine):
     y.assign(2.0 * x + 1.0, eager=True, eager_strategy="compile")
     assert np.allclose(y.buffer.data_ro, 2 * x.buffer.data_ro + 1, rtol=1e-15)
     engine.check("assignment")
-
-
-def matrix_setup() -> tuple[Any, Any, np.ndarray, Any]:
-    """Cells, their map to vertices, its table and a matrix that has entries for it."""
-    cells, vertices = op3.Axis(9, "cells"), op3.Axis(10, "vertices")
-    table = np.array([[i, i + 1] for i in range(9)])
-    cone = map_(cells, vertices, table, "cone")
-    c = cells.iter()
-    tree = vertices.as_tree()
-    sparsity = op3.Mat.sparsity(tree, tree)
-    op3.loop(c, op3.Assignment(sparsity[cone(c), cone(c)], 666, "write"), eager=True)
-    sparsity.assemble()
-    return cells, cone, table, op3.Mat(tree, tree, sparsity.buffer.materialize())
-
-
-def test_matrix(engine):
-    cells, cone, table, mat = matrix_setup()
-    x = dat(cells)
-    k = function(
-        "a[i,j] = a[i,j] + x[0]*(i+2*j+1)",
-        [("x", (1,), op3.READ), ("a", (2, 2), op3.INC)],
-        "{[i]: 0<=i<2};{[j]: 0<=j<2}",
-        "element",
-    )
-    c = cells.iter()
-    loop = op3.loop(c, k(x[c], mat[cone(c), cone(c)]))
-    loop()
-    loop()
-    mat.assemble()
-    local = 2 * x.buffer.data_ro[:, None, None] * [[1.0, 3.0], [2.0, 4.0]]
-    expected = np.zeros((10, 10))
-    np.add.at(expected, (table[:, :, None], table[:, None, :]), local)
-    assert np.allclose(mat.buffer.mat[:, :], expected, rtol=1e-14)
-    engine.check("element")
-
-
-def test_matrix_whose_pattern_changes(engine):
-    # PETSc takes entries out of rows in place: the values stay where they are
-    cells, cone, table, mat = matrix_setup()
-    k = function("a[i,j] = a[i,j] + i + 2*j + 1", [("a", (2, 2), op3.INC)],
-                 "{[i]: 0<=i<2};{[j]: 0<=j<2}", "numbers")  # fmt: skip
-    loop = op3.loop(c := cells.iter(), k(mat[cone(c), cone(c)]))
-    loop()
-    mat.assemble()
-    petsc = mat.buffer.mat
-    petsc.setOption(petsc.Option.KEEP_NONZERO_PATTERN, False)
-    petsc.setOption(petsc.Option.NEW_NONZERO_LOCATION_ERR, False)
-    petsc.zeroRows([4, 5], 0.0)
-    loop()
-    mat.assemble()
-    once = np.zeros((10, 10))
-    np.add.at(once, (table[:, :, None], table[:, None, :]), np.array([[1.0, 3.0], [2.0, 4.0]]))
-    expected = 2 * once
-    expected[4:6] = once[4:6]
-    np.testing.assert_allclose(petsc[:, :], expected, rtol=1e-14)
 
 
 def test_replaced_arguments(engine):
