@@ -198,6 +198,22 @@ def test_range_beyond_the_set_is_refused(start, stop):
 
 
 @strategies
+@pytest.mark.parametrize(("start", "stop"), [(20, 23), (0, 3), (17, 33)])
+def test_a_range_touches_nothing_but_its_own_targets(strategy, start, stop):
+    """Blocks reach beyond a short range, and what they then add must leave -0.0 and NaN as they are."""
+    values = np.arange(41 * 3).reshape(41, 3)
+    loop = action_loop(values, values.size)
+    y = loop.arguments[0].buffer
+    y[...] = -0.0
+    y[1::2] = np.nan
+    before = y.copy()
+    engine.compile(loop, "cpu", Schedule(strategy))(start, stop)
+    outside = np.r_[: 3 * start, 3 * stop : y.size]
+    assert y[outside].tobytes() == before[outside].tobytes()
+    assert (y[6 * (start // 2 + 1) : 3 * stop : 2] != 0).all()
+
+
+@strategies
 @pytest.mark.parametrize("what", ["ascending", "permuted", "repeated"])
 def test_subset(strategy, what):
     rng = np.random.default_rng(8)

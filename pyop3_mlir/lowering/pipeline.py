@@ -11,6 +11,7 @@ stage                 made by                                         dialects
 ``strip-mine``        :class:`StripMinePass`                          the same, and memref.subview
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
 ``unroll-scatter``    :class:`UnrollScatterPass`                      the same
+``delay-scatter``     :class:`DelayScatterPass` (one thread)          the same
 ``call-libm``         :class:`CallLibmPass`                           the same
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
@@ -33,6 +34,7 @@ from pyop3_mlir.lowering.passes.atomic_scatter import AtomicScatterPass
 from pyop3_mlir.lowering.passes.block_cells import BlockCellsPass
 from pyop3_mlir.lowering.passes.bufferise import BufferisePass
 from pyop3_mlir.lowering.passes.call_libm import CallLibmPass
+from pyop3_mlir.lowering.passes.delay_scatter import DelayScatterPass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
@@ -81,6 +83,7 @@ def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[Modu
         StripMinePass(),
         VectorisePass(schedule.tile, schedule.unroll),
         UnrollScatterPass(schedule.width, limit=64 + 5 * schedule.unroll),
+        *([] if shared else [DelayScatterPass(schedule.width)]),
         CallLibmPass(),
         OutlineDispatchPass(chunk=CHUNK if shared else 0),
     ]
