@@ -377,6 +377,7 @@ def test_statistics_of_a_kernel():
         reductions=(10,),
         pointwise=(),
         writes=20,
+        operations=400,
     )
 
 
@@ -434,8 +435,9 @@ def test_kernels_without_contractions_get_wide_blocks():
     assert heuristic(statistics, AVX512, ["in_order"]).width == 16
 
 
-def test_large_kernels_are_unrolled_less():
-    statistics = replace(KernelStatistics.of(kernel()), contractions=40)
+@pytest.mark.parametrize("size", [{"contractions": 40}, {"operations": 5000}])
+def test_large_kernels_are_unrolled_less(size):
+    statistics = replace(KernelStatistics.of(kernel()), **size)
     assert heuristic(statistics, AVX512, ["in_order"]).unroll == 4
 
 

@@ -112,6 +112,8 @@ class KernelStatistics:
         Extents of its loops over pointwise statements (quadrature points).
     writes
         Scalars that a cell writes.
+    operations
+        Floating point operations of a cell.
     """
 
     scalar_bytes: int
@@ -122,6 +124,7 @@ class KernelStatistics:
     reductions: tuple[int, ...]
     pointwise: tuple[int, ...]
     writes: int
+    operations: int = 0
 
     @classmethod
     def of(cls, kernel: LocalKernel) -> KernelStatistics:
@@ -156,6 +159,7 @@ class KernelStatistics:
             reductions=tuple(sorted(reductions)),
             pointwise=tuple(sorted(pointwise)),
             writes=sum(argument.size for argument in written),
+            operations=kernel.count_flops(),
         )
 
 
@@ -272,8 +276,9 @@ _CONTRACTIONS = (
     (4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 10, 20), (8, 8, 20), (16, 8, 20), (4, 4, 20),
     (16, 4, 4), (8, 4, 4), (4, 8, 4), (8, 8, 4),
 )  # fmt: skip
-# Kernels with more statements than this would take long to compile unrolled.
+# Kernels with more of these would take long to compile unrolled, and are not faster.
 _MANY_CONTRACTIONS = 10
+_MANY_OPERATIONS = 1500
 _LARGE = ((8, 8, 4), (4, 8, 4), (8, 4, 4), (4, 16, 4), (16, 4, 4), (8, 8, 2), (4, 8, 10))
 
 
@@ -283,6 +288,8 @@ def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[in
         listed: Sequence[tuple[int, int, int]] = _POINTWISE
     elif statistics.contractions > _MANY_CONTRACTIONS:
         listed = _LARGE
+    elif statistics.operations > _MANY_OPERATIONS:
+        listed = (*_LARGE[:4], *_CONTRACTIONS)
     else:
         listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
