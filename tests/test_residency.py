@@ -21,7 +21,7 @@ from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, RW, Argument, IndexTable, IterationSet, Parloop
 from pyop3_mlir.runtime.devices import get_device
 from pyop3_mlir.runtime.executable import BoundFunction
-from pyop3_mlir.runtime.residency import Resident, Traffic, traffic
+from pyop3_mlir.runtime.residency import Resident, Traffic, adopt, device_copy, traffic
 
 CELLS, NODES, DT = 50, 30, 0.5
 
@@ -298,3 +298,24 @@ def test_tuning_leaves_resident_arrays_alone_and_starts_from_the_latest(vulkan, 
     assert choice.schedule.strategy in ("segmented", "colour")
     np.testing.assert_array_equal(x.data_ro, before)
     np.testing.assert_array_equal(y.data_ro, 0.0)
+
+
+def test_memory_of_another_owner_is_used_in_place(vulkan):
+    """Whoever owns memory on a device sees what loops do to it, and nothing of it is copied."""
+    x, y = START.copy(), np.zeros(NODES)
+    owned = [device_copy(array, vulkan) for array in (x, y)]
+    for copy in owned:
+        copy.prepare()
+    adopted = [adopt(copy.memory, NODES, np.float64, vulkan) for copy in owned]
+    steps = diffusion(*(array for array, _ in adopted), vulkan)
+    before = traffic("vulkan:0")
+    for _ in range(3):
+        for step in steps:
+            step()
+    moved = traffic("vulkan:0") - before
+    # not one of these arrays: the numbers of contributions are sent at the first call
+    assert moved.to_host == 0
+    for copy in owned:
+        copy.fetch(0, x.nbytes)
+    np.testing.assert_array_equal(x, expected(3))
+    assert all(not array.any() for array, _ in adopted)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
 from pyop3_mlir.frontends.petsc import nonzero_state
+from pyop3_mlir.frontends.pyop3_devices import on_host
 from pyop3_mlir.frontends.pyop3_kernels import code_key, kernel_key
 from pyop3_mlir.frontends.pyop3_names import Names, find_names
 from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, make_plan
@@ -59,7 +60,7 @@ class _Loop:
     plans: tuple[Plan, ...] | None = None
     places: dict[Any, int] = field(default_factory=dict)
     watched: tuple[tuple[Any, int], ...] = ()
-    failed: bool = False
+    failed: set[Any] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -194,7 +195,7 @@ class Backend:
         entry = loop.entry
         loop.calls += 1
         entry.calls += 1
-        bound = None if loop.failed else self._find(executor, loop, handles)
+        bound = self._find(executor, loop, handles)
         if bound is None:
             started = time.perf_counter()
             executor.run_original(handles)
@@ -240,20 +241,24 @@ class Backend:
 
     def _find(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> _Bound | None:
         """The loop bound to these arrays; None where it runs through pyop3."""
+        assert self.names is not None
+        device = self.names.get_current_device()
+        if device in loop.failed:
+            return None
         if loop.deferred:
             if not self._is_hot(executor, loop):
                 loop.entry.reason = loop.entry.reason or loop.deferred
                 return None
             loop.deferred = ""
-        assert self.names is not None
         if any(buffer.state != state for buffer, state in loop.watched):
             # a map has changed
             loop.plans = None
-        device = self.names.get_current_device()
         bound: _Bound | None = executor.bound.get(device)
         if bound is not None and bound.plans is loop.plans and bound.current():
             return bound
         bound = executor.bound[device] = self._prepare(executor, loop, handles)
+        if bound is None:
+            loop.failed.add(device)
         return bound
 
     def _is_hot(self, executor: Any, loop: _Loop) -> bool:
@@ -270,11 +275,14 @@ class Backend:
         return hot
 
     def _prepare(self, executor: Any, loop: _Loop, handles: tuple[Any, ...]) -> _Bound | None:
+        assert self.names is not None
         entry = loop.entry
         bound = None
         reason = ""
         try:
-            readings = self._agree(executor.comm, lambda: self._read(executor, loop, handles))
+            # tables are read on the host, wherever the loop is to run
+            with self.names.offloading(self.names.HOST_DEVICE):
+                readings = self._agree(executor.comm, lambda: self._read(executor, loop, handles))
             calls = [self._compile(executor.comm, reading) for reading in readings]
             bound = _Bound(handles, loop.plans, readings, calls, _patterns(readings))
         except Exception as error:
@@ -284,7 +292,6 @@ class Backend:
                 log.debug("loop %s", entry.name, exc_info=True)
                 reason = f"{type(error).__name__}: {reason}"
         if reason:
-            loop.failed = True
             entry.reason = reason.splitlines()[0]
             said = f"{entry.name}: {entry.reason}"
             if said not in self._said:
@@ -340,7 +347,9 @@ class Backend:
         """Compile a loop. Collective."""
         from pyop3_mlir import parallel
 
-        key = (reading.parloop.kernel.fingerprint(), reading.parloop.spec, bool(reading.elements))
+        device = reading.foreign.device
+        spec = reading.parloop.spec
+        key = (reading.parloop.kernel.fingerprint(), spec, bool(reading.elements), device)
         # the same loop on other data runs as before, no new choice is made
         schedule, reason = (None, "") if tune else self._schedules.get(key, (None, ""))
         # batches of element matrices are written over and over
@@ -352,7 +361,7 @@ class Backend:
             options = replace(options, tune_budget=0.0)
         elif not tune:
             options = replace(options, tune="off")
-        found = parallel.compile(comm, lambda: proposal, options=options)
+        found = parallel.compile(comm, lambda: proposal, device=device, options=options)
         self._schedules[key] = (found.schedule, found.reason)
         return found
 
@@ -380,8 +389,10 @@ class Backend:
         if schedule is None:
             bound.calls = [self._compile(comm, r, tune=True) for r in bound.readings]
         else:
-            device = self.options.device
-            bound.calls = [engine.compile(r.parloop, device, schedule) for r in bound.readings]
+            bound.calls = [
+                engine.compile(r.parloop, r.foreign.device or self.options.device, schedule)
+                for r in bound.readings
+            ]
         loop.entry.strategy = str(bound.calls[0].schedule)
         loop.entry.reason = bound.calls[0].reason
 
@@ -408,7 +419,7 @@ class Backend:
         handles = executor._default_exec_arguments
         loop = self._loop(executor)
         loop.deferred = ""
-        bound = None if loop.failed else self._find(executor, loop, handles)
+        bound = self._find(executor, loop, handles)
         if bound is None:
             raise UnsupportedLoopError(f"loop {loop.entry.name}: {loop.entry.reason}")
         self._choose(executor.comm, loop, bound, schedule)
@@ -416,8 +427,8 @@ class Backend:
 
     def _verify(self, executor: Any, loop: _Loop, bound: _Bound) -> None:
         """Run both engines on the same data, compare, and keep pyop3's result."""
-        if any(reading.elements for reading in bound.readings):
-            # their entries may wait for another process: nothing to compare with
+        if any(reading.elements or reading.foreign.keep for reading in bound.readings):
+            # their entries may wait for another process, or are out of reach of C code
             self._run(loop, bound)
             return
         written: dict[int, tuple[Reading, int, Array]] = {}
@@ -493,7 +504,12 @@ class _Compile:
         context.__dict__["compile"] = value
 
     def _call(self, context: Any, method: Any) -> Any:
-        return self.backend.executor(context, method())
+        names = self.backend.names
+        assert names is not None
+        # pyop3 takes no arrays of devices when it makes code, of which only the types matter
+        with names.offloading(names.HOST_DEVICE):
+            original = method()
+        return self.backend.executor(context, original)
 
 
 def _patterns(readings: Sequence[Reading]) -> tuple[int, ...]:
@@ -501,9 +517,26 @@ def _patterns(readings: Sequence[Reading]) -> tuple[int, ...]:
     return tuple(nonzero_state(matrix.mat) for r in readings for matrix in r.matrices)
 
 
+def _handle(view: Any) -> Any:
+    """The array or matrix that pyop3's ``IndexedBuffer`` stands for."""
+    from petsc4py import PETSc
+
+    found = view.denested
+    # pyop3 itself knows no handles of arrays that are not numpy's
+    return view.handle if isinstance(found, np.ndarray | PETSc.Mat) else found
+
+
+def _buffer(view: Any) -> Any:
+    """The buffer that holds the data of an ``IndexedBuffer``."""
+    found = view.denested
+    if hasattr(found, "getPythonContext") and found.getType() == "python":
+        return found.getPythonContext().buffer
+    return view.buffer
+
+
 def _size_of(view: Any) -> int:
     handle = view.handle
-    return int(handle.size) if isinstance(handle, np.ndarray) else 0
+    return int(handle.size) if hasattr(handle, "dtype") else 0
 
 
 def _called(instruction: Any, names: Names) -> list[Any]:
@@ -601,10 +634,22 @@ def _executor_class(names: Names) -> Any:
             device = names.get_current_device()
             found = self._defaults.get(device)
             if found is None:
-                found = self._defaults[device] = tuple(
-                    view.handle for view in self.kernel_name_to_buffer_info.values()
-                )
+                views = self.kernel_name_to_buffer_info.values()
+                found = self._defaults[device] = tuple(map(_handle, views))
+            elif device is not names.HOST_DEVICE or self._moved():
+                # arrays stay where they are, but pyop3 brings them up to date when asked for them
+                for view in self.kernel_name_to_buffer_info.values():
+                    _handle(view)
             return found
+
+        def _moved(self) -> bool:
+            """Whether a buffer has been on another device."""
+            return any(len(getattr(buffer, "_state", ())) > 1 for buffer in self._arrays)
+
+        @functools.cached_property
+        def _arrays(self) -> list[Any]:
+            views = self.kernel_name_to_buffer_info.values()
+            return [b for b in map(_buffer, views) if isinstance(b, names.ArrayBuffer)]
 
         @property
         def called(self) -> list[Any]:
@@ -617,9 +662,20 @@ def _executor_class(names: Names) -> Any:
             return bool(getattr(self._parameters, "mask_array_accesses", False))
 
         def run_original(self, handles: Sequence[Any]) -> None:
-            """Run pyop3's own code."""
+            """Run pyop3's own code, on copies of what the host does not have."""
+            from petsc4py import PETSc
+
+            native = (np.ndarray, PETSc.Mat)
+            found = [h if isinstance(h, native) else on_host(h) for h in handles]
             pointer = self.original._handle_to_pointer
-            self.original.executable(*(pointer(handle) for handle in handles))
+            self.original.executable(*map(pointer, found))
+            device = names.get_current_device()
+            for handle, copy, view in zip(
+                handles, found, self.kernel_name_to_buffer_info.values(), strict=True
+            ):
+                intent = self.buffer_intents.get(view.buffer)
+                if copy is not handle and intent is not names.Intent.READ:
+                    handle[...] = device.asarray(copy)
 
         def preprocessed(self) -> Any:
             """The instructions that pyop3 generates code from."""

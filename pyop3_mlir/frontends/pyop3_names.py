@@ -25,6 +25,7 @@ class Names:
     CompiledCodeExecutor: Any
     get_current_device: Any
     HOST_DEVICE: Any
+    offloading: Any
     # instructions
     InstructionList: Any
     Loop: Any
@@ -71,6 +72,7 @@ _WHERE = {
     "CompiledCodeExecutor": "pyop3.insn.exec",
     "get_current_device": "pyop3.device",
     "HOST_DEVICE": "pyop3.device",
+    "offloading": "pyop3.device",
     "InstructionList": "pyop3.insn.base",
     "Loop": "pyop3.insn.base",
     "NonEmptyArrayAssignment": "pyop3.insn.base",
@@ -90,7 +92,7 @@ _WHERE = {
 _ATTRIBUTES = {
     "InstructionExecutionContext": ("compile", "preprocess", "__call__"),
     "CompiledCodeExecutor": ("__call__", "_handle_to_pointer", "_default_exec_arguments"),
-    "IndexedBuffer": ("handle",),
+    "IndexedBuffer": ("handle", "denested"),
 }
 """Attributes that these classes must have."""
 

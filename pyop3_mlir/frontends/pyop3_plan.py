@@ -18,7 +18,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.petsc import MatrixValues
+from pyop3_mlir.frontends.pyop3_devices import ForeignArrays
 from pyop3_mlir.frontends.pyop3_kernels import Writer, import_kernel
 from pyop3_mlir.frontends.pyop3_matrices import BATCH, Elements, bind_matrix
 from pyop3_mlir.frontends.pyop3_names import Names
@@ -100,6 +101,7 @@ class Plan:
         array_of
             Gives the array or PETSc matrix of a pyop3 ``IndexedBuffer``.
         """
+        foreign = ForeignArrays()
         arguments: list[Argument] = []
         matrices: list[MatrixValues] = []
         elements: list[Elements] = []
@@ -121,10 +123,12 @@ class Plan:
                 else:
                     elements.append(handle)
             else:
+                if not isinstance(data, np.ndarray):
+                    data = foreign.take(data, str(p.view.buffer.name))
                 argument = _bind_array(p, data)
             arguments.append(argument)
         parloop = Parloop(self.kernel, self.iterations, arguments)
-        return Reading(parloop, self, tuple(matrices), tuple(elements), tuple(lgmaps))
+        return Reading(parloop, self, tuple(matrices), tuple(elements), tuple(lgmaps), foreign)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +147,8 @@ class Reading:
         Matrices that get element matrices from it, batch by batch.
     lgmaps
         Matrices, and the local to global maps that they had.
+    foreign
+        Arrays that are not numpy's.
     """
 
     parloop: Parloop
@@ -150,10 +156,12 @@ class Reading:
     matrices: tuple[MatrixValues, ...] = ()
     elements: tuple[Elements, ...] = ()
     lgmaps: tuple[Any, ...] = ()
+    foreign: ForeignArrays = field(default_factory=ForeignArrays)
 
     def run(self, call: Callable[[int, int], None]) -> None:
         """Run all iterations by ``call(start, stop)`` and tell PETSc."""
         size = self.parloop.iteration_set.size
+        self.foreign.synchronise()
         if not self.elements:
             call(0, size)
         else:
@@ -642,9 +650,7 @@ def _iterations(n: int) -> IterationSet:
 _iteration_sets: weakref.WeakValueDictionary[int, IterationSet] = weakref.WeakValueDictionary()
 
 
-def _bind_array(p: Place, data: Any) -> Argument:
-    if not isinstance(data, np.ndarray):
-        raise UnsupportedLoopError(f"{p.view.buffer.name} is a {type(data).__name__}")
+def _bind_array(p: Place, data: Array) -> Argument:
     if not data.flags.c_contiguous:
         raise UnsupportedLoopError(f"{p.view.buffer.name}: its array is not contiguous")
     return Argument(

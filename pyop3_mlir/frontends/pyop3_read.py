@@ -595,10 +595,7 @@ class Reader:
         buffer = view.buffer
         if isinstance(buffer, self.names.NullBuffer):
             raise UnsupportedLoopError("an index that the loop itself computes")
-        values = view.handle
-        if not isinstance(values, np.ndarray):
-            values = values.get() if hasattr(values, "get") else np.asarray(values)
-        values = values.reshape(-1)
+        values = view.handle.reshape(-1)
         if id(buffer) not in self.watched:
             self.watched[id(buffer)] = (buffer, buffer.state)
         if not values.size:

@@ -26,6 +26,7 @@ __all__ = [
     "DeviceCopy",
     "Resident",
     "Traffic",
+    "adopt",
     "device_copy",
     "resident_of",
     "traffic",
@@ -278,6 +279,58 @@ def device_copy(array: npt.NDArray[Any], device: Device, constant: bool = False)
                 resident._copies.append(copy)
             _copies[key] = copy
         return copy
+
+
+class _Adopted(DeviceCopy):
+    """Memory of a device that another library owns: nothing is ever copied."""
+
+    def __init__(self, array: npt.NDArray[Any], device: Device, memory: Any) -> None:
+        self.array = array
+        self.device = device
+        self.memory = memory
+        self.constant = False
+        self.resident = None
+        self.fresh = True
+
+    def prepare(self) -> None:
+        """Nothing: the contents are there."""
+
+    def changed(self) -> None:
+        """Nothing: whoever owns the memory sees it."""
+
+    def failed(self) -> None:
+        """Nothing: whoever owns the memory has what the loop has left."""
+
+
+def adopt(
+    memory: Any, size: int, dtype: npt.DTypeLike, device: Device
+) -> tuple[npt.NDArray[Any], DeviceCopy]:
+    """Let loops work on memory that another library has on a device.
+
+    Parameters
+    ----------
+    memory
+        IREE's ``HalBuffer``.
+    size
+        Number of elements.
+    dtype
+        Of an element.
+    device
+        Whose memory it is.
+
+    Returns
+    -------
+    array : ndarray
+        ``[size]``, to describe loops with: loops that are compiled on it for ``device`` work on the
+        memory instead. Its own contents are zeros, and stay so.
+    copy : DeviceCopy
+        To be kept as long as loops use the array.
+    """
+    array = np.zeros(size, dtype)
+    copy = _Adopted(array, device, memory)
+    with _lock:
+        _copies[(device.spec, *_range(array), False)] = copy
+    return array, copy
 
 
 def resident_of(array: npt.NDArray[Any]) -> Resident | None:
