@@ -332,8 +332,24 @@ class Backend:
         from pyop3_mlir.parallel import Proposal
 
         # batches of element matrices are written over and over
-        strategy = "in_order" if reading.elements else None
+        strategy = "in_order" if reading.elements else self._instead(reading.parloop)
         return Proposal(reading.parloop, schedule, reason, strategy=strategy)
+
+    def _instead(self, parloop: Parloop) -> str | None:
+        """What overrides the setting where its strategy cannot run a loop: it stays on the engine."""
+        from pyop3_mlir import parallel
+        from pyop3_mlir.autotune.candidates import DeviceTraits, legal_strategies
+        from pyop3_mlir.runtime.devices import get_device
+
+        wanted = self.options.strategy
+        if wanted == "auto":
+            return None
+        device = get_device(parallel.place(self.options.device))
+        obstacle = legal_strategies(parloop, DeviceTraits.of(device))[wanted]
+        if obstacle is None:
+            return None
+        log.info("loop %s cannot run by strategy %s: %s", parloop.name, wanted, obstacle)
+        return "auto"
 
     def _compile(self, loop: Any, propose: Callable[[], Any], tune: bool = False) -> Any:
         """Compile a loop, or take what is there already. Collective."""

@@ -264,6 +264,18 @@ def loopy_unit(code: str, **sizes: int) -> Any:
     return lp.make_function("{:}", code, arguments, **options)
 
 
+@pytest.mark.parametrize("strategy", ["colour", "segmented", "atomic"])
+def test_a_strategy_that_cannot_run_a_loop_leaves_it_to_another(strategy: str, attach: Any) -> None:
+    points = op2.Set(7, "points")
+    x = op2.Dat(points, np.arange(7.0), np.float64)
+    with attach(strategy=strategy) as found:
+        op2.par_loop(op2.Kernel(loopy_unit("x[0] = 2*x[0]", x=1), "k"), points, x(op2.RW))
+        found.all_lowered()
+    np.testing.assert_array_equal(x.data_ro, 2 * np.arange(7.0))
+    (entry,) = found.entries().values()
+    assert entry.strategy.startswith("in_order")
+
+
 def test_report_entries(attach: Any) -> None:
     v = space()
     with attach() as found:
