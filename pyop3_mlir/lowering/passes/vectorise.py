@@ -49,7 +49,8 @@ from xdsl.rewriter import InsertPoint
 
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.dialects.vector import FromElementsOp
-from pyop3_mlir.lowering.emit import Emitter, IndexLike, functions_of
+from pyop3_mlir.lowering.emit import CONTRACT, Emitter, IndexLike, functions_of
+from pyop3_mlir.lowering.symmetry import Dense, Folded, factorise
 
 __all__ = ["VectorisePass"]
 
@@ -243,7 +244,9 @@ class _Nest:
         self.fills = [self._fill_of(output) for output in self.outputs]
         self.initial = [fill.inputs[0] if fill is not None else None for fill in self.fills]
         e = Emitter(InsertPoint.before(self.op))
-        self._parallel(e, {}, list(self.parallel))
+        self.lane: IndexLike | None = None
+        if not self._apply_table(e):
+            self._parallel(e, {}, list(self.parallel))
         self.op.detach()
         self.op.erase()
         for fill in self.fills:
@@ -261,6 +264,114 @@ class _Nest:
             if any(output in inner.operands for inner in op.walk()):
                 return None
             op = op.prev_op
+        return None
+
+    # one constant table
+
+    def _apply_table(self, e: Emitter) -> bool:
+        """Emit a contraction with known tables as straight code, if symmetries make it cheaper."""
+        elements = [o.type.element_type for o in self.outputs]  # type: ignore[attr-defined]
+        if (
+            self.scalar
+            or not self.reductions
+            or math.prod(self.extents[d] for d in self.reductions) > self.unroll
+            or not all(_is_float(element) for element in elements)
+        ):
+            return False
+        points, terms = self._every(self.parallel), self._every(self.reductions)
+        if len(points) * len(terms) > _LONGEST:
+            return False
+        found = self._table(e, points, terms)
+        if found is None:
+            return False
+        columns, table = found
+        if np.count_nonzero(table) > _LONGEST or isinstance(factored := factorise(table), Dense):
+            return False
+        vectors = [
+            e.insert(
+                vector.LoadOp(
+                    source,
+                    [e.index(i) for i in (*indices, 0)],
+                    VectorType(elements[0], [self.width]),
+                )
+            )
+            for source, indices in columns
+        ]
+        rows = iter(_Product(e, self.tile * len(self.outputs)).apply(factored, vectors))
+        for point in points:
+            values: list[_Value] = []
+            for k in range(len(self.outputs)):
+                value = next(rows)
+                initial = self.initial[k]
+                if initial is None or not _is_zero(initial):
+                    start = self._start(e, k, point)
+                    value = start if value is None else e.insert(_sum(start, value))
+                elif value is None:
+                    value = self._vector(e, initial).value
+                values.append(_Vector(value))
+            self._store(e, point, values)
+        return True
+
+    def _every(self, dims: Sequence[int]) -> list[dict[int, IndexLike]]:
+        """All indices of some dimensions."""
+        every = _points([self.extents[d] for d in dims])
+        return [dict(zip(dims, point, strict=True)) for point in every]
+
+    def _table(
+        self,
+        e: Emitter,
+        points: Sequence[dict[int, IndexLike]],
+        terms: Sequence[dict[int, IndexLike]],
+    ) -> tuple[list[_Column], npt.NDArray[np.float64]] | None:
+        """The contraction as a table of constants, ``[points and outputs, columns]``."""
+        columns: dict[_Column, int] = {}
+        entries: dict[tuple[int, int], float] = {}
+        for number, point in enumerate(points):
+            for term in terms:
+                bodies = self._linear(e, {**point, **term})
+                if bodies is None:
+                    return None
+                for k, body in enumerate(bodies):
+                    for column, factor in body.items():
+                        key = (
+                            number * len(self.outputs) + k,
+                            columns.setdefault(column, len(columns)),
+                        )
+                        entries[key] = entries.get(key, 0.0) + factor
+        table = np.zeros((len(points) * len(self.outputs), len(columns)))
+        for key, value in entries.items():
+            table[key] = value
+        return list(columns), table
+
+    def _linear(self, e: Emitter, point: dict[int, IndexLike]) -> list[_Linear] | None:
+        """What the bodies add to the outputs, if it is linear with constant coefficients."""
+        values: dict[SSAValue, _Linear | float] = {}
+        for number, argument in enumerate(self.op.body.block.args):
+            if not argument.uses:
+                continue
+            if number >= len(self.inputs):
+                # the sum so far
+                values[argument] = {}
+                continue
+            addresses, lanes = self._addresses(e, number, point)
+            source = self.inputs[number]
+            if lanes and all(isinstance(i, int) for i in addresses):
+                values[argument] = {(source, tuple(cast(list[int], addresses))): 1.0}
+                continue
+            known = None if lanes else self.constants.entry(source, addresses)
+            if known is None or not _is_float(known.type):
+                return None
+            values[argument] = known.value
+        for op in self.op.body.block.ops:
+            if isinstance(op, LinalgYieldOp):
+                results = [values.get(v) for v in op.operands]
+                if all(isinstance(r, dict) for r in results):
+                    return cast(list[_Linear], results)
+                return None
+            value = _evaluate(op, [values.get(v) for v in op.operands])
+            if value is None:
+                return None
+            values[op.results[0]] = value
         return None
 
     # loops
@@ -310,7 +421,7 @@ class _Nest:
 
     def _lanes(self, e: Emitter, points: list[dict[int, IndexLike]]) -> None:
         """The lanes: of a vector, or a loop where there are no vectors of the type."""
-        self.lane: IndexLike | None = None
+        self.lane = None
         if not self.scalar:
             self._rows(e, points)
         elif self.width == 1:
@@ -682,6 +793,116 @@ class _Nest:
             return _Vector(e.insert(_copy(op, chosen, self.width)))
         vectors = [self._vector(e, v).value for v in operands]
         return _Vector(e.insert(_copy(op, vectors, self.width)))
+
+
+_Column = tuple[SSAValue, tuple[int, ...]]
+"""A local tensor, and the indices of one of its vectors."""
+
+_Linear = dict[_Column, float]
+"""A sum of vectors with constant factors."""
+
+# Straight code is to fit into the instruction cache: an entry of a table takes ten bytes.
+_LONGEST = 900
+
+
+def _evaluate(op: Operation, operands: Sequence[_Linear | float | None]) -> _Linear | float | None:
+    """The result of an operation on linear forms and numbers; None where it is not linear."""
+    if isinstance(op, arith.ConstantOp) and isinstance(op.value, FloatAttr):
+        return op.value.value.data
+    if any(v is None for v in operands):
+        return None
+    match op, operands:
+        case arith.MulfOp(), (dict(form), float(factor)) | (float(factor), dict(form)):
+            return {column: factor * value for column, value in form.items()}
+        case arith.MulfOp(), (float(a), float(b)):
+            return a * b
+        case arith.NegfOp(), (dict(form),):
+            return {column: -value for column, value in form.items()}
+        case ((arith.AddfOp() | arith.SubfOp()), (dict(left), dict(right))):
+            sign = 1.0 if isinstance(op, arith.AddfOp) else -1.0
+            return {c: left.get(c, 0.0) + sign * right.get(c, 0.0) for c in {**left, **right}}
+    return None
+
+
+def _is_zero(value: SSAValue) -> bool:
+    owner = value.owner
+    return (
+        isinstance(owner, arith.ConstantOp)
+        and isinstance(owner.value, FloatAttr)
+        and owner.value.value.data == 0
+    )
+
+
+def _sum(a: SSAValue, b: SSAValue) -> Operation:
+    return arith.AddfOp(a, b, CONTRACT)
+
+
+class _Product:
+    """Code for a table times vectors.
+
+    Parameters
+    ----------
+    e
+        Where the code goes.
+    tile
+        Rows that are added up at the same time.
+    """
+
+    def __init__(self, e: Emitter, tile: int) -> None:
+        self.e = e
+        self.tile = tile
+
+    def apply(self, table: Dense | Folded, columns: Sequence[SSAValue]) -> list[SSAValue | None]:
+        """The rows; None for those that are zero."""
+        if isinstance(table, Dense):
+            return self._dense(table.table, columns)
+        insert = self.e.insert
+        sums, differences = [], []
+        for a, b in table.pairs:
+            sums.append(insert(_sum(columns[a], columns[b])))
+            differences.append(insert(arith.SubfOp(columns[a], columns[b], CONTRACT)))
+        even = iter(self.apply(table.even, [*sums, *(columns[c] for c in table.fixed)]))
+        odd = iter(self.apply(table.odd, differences))
+        found: dict[int, SSAValue | None] = {}
+        for a, b, sign in table.rows:
+            p = next(even) if a != b or sign > 0 else None
+            q = next(odd) if a != b or sign < 0 else None
+            found[a] = self._combined(p, q, 1)
+            if a != b:
+                found[b] = self._combined(p, q, -1) if sign > 0 else self._combined(q, p, -1)
+        return [found[row] for row in range(len(found))]
+
+    def _combined(self, a: SSAValue | None, b: SSAValue | None, sign: int) -> SSAValue | None:
+        if b is None:
+            return a
+        if a is None:
+            return b if sign > 0 else self.e.insert(arith.NegfOp(b, CONTRACT))
+        return self.e.insert(_sum(a, b) if sign > 0 else arith.SubfOp(a, b, CONTRACT))
+
+    def _dense(
+        self, table: npt.NDArray[np.float64], columns: Sequence[SSAValue]
+    ) -> list[SSAValue | None]:
+        rows: list[SSAValue | None] = [None] * len(table)
+        for first in range(0, len(table), self.tile):
+            for column, value in enumerate(columns):
+                for row in range(first, min(first + self.tile, len(table))):
+                    if table[row, column]:
+                        rows[row] = self._added(rows[row], value, float(table[row, column]))
+        return rows
+
+    def _added(self, total: SSAValue | None, value: SSAValue, factor: float) -> SSAValue:
+        e = self.e
+        if abs(factor) != 1:
+            assert isinstance(value.type, VectorType)
+            scale = e.insert(
+                vector.BroadcastOp(e.constant(factor, value.type.element_type), value.type)
+            )
+            value = e.insert(arith.MulfOp(value, scale, CONTRACT))
+        elif factor < 0:
+            if total is not None:
+                return e.insert(arith.SubfOp(total, value, CONTRACT))
+            return e.insert(arith.NegfOp(value, CONTRACT))
+        return value if total is None else e.insert(_sum(total, value))
 
 
 # Index arithmetic on sizes and positions, none of them negative.
