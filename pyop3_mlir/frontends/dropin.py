@@ -336,7 +336,7 @@ class Backend:
         return Proposal(reading.parloop, schedule, reason, strategy=strategy)
 
     def _instead(self, parloop: Parloop) -> str | None:
-        """What overrides the setting where its strategy cannot run a loop: it stays on the engine."""
+        """What overrides the setting where its strategy cannot run a loop: not PyOP2 then."""
         from pyop3_mlir import parallel
         from pyop3_mlir.autotune.candidates import DeviceTraits, legal_strategies
         from pyop3_mlir.runtime.devices import get_device

@@ -1,7 +1,9 @@
 """Firedrake, with the engine under it.
 
 ``verifying`` runs every loop on both engines and compares the results to 1e-12. Its
-``all_lowered()`` says that no loop went through PyOP2 alone.
+``all_lowered()`` says that no loop went through PyOP2 alone. Tests get it once, in order, those
+that say ``@EVERY_STRATEGY`` once for each scatter strategy, and all of them do where the
+environment has ``TEST_STRATEGIES=all`` (some ten minutes).
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if importlib.util.find_spec("firedrake") is None:
     collect_ignore_glob = ["*.py"]
+
+STRATEGIES = ("in_order", "colour", "segmented")
+"""Those that a CPU has."""
 
 
 class Attached:
@@ -57,7 +62,16 @@ def attach() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def verifying() -> Iterator[Attached]:
+def verifying(request: Any) -> Iterator[Attached]:
     """Every loop on both engines."""
-    with attached(verify=True) as found:
+    with attached(verify=True, strategy=getattr(request, "param", "auto")) as found:
         yield found
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Run all forms by all strategies where that is asked for."""
+    if "verifying" not in metafunc.fixturenames or os.environ.get("TEST_STRATEGIES") != "all":
+        return
+    marks = metafunc.definition.iter_markers("parametrize")
+    if not any(mark.args[0] == "verifying" for mark in marks):
+        metafunc.parametrize("verifying", STRATEGIES, indirect=True)

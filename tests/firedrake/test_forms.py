@@ -14,6 +14,10 @@ pytest.importorskip("firedrake")
 
 from firedrake import *
 
+EVERY_STRATEGY = pytest.mark.parametrize(
+    "verifying", ["in_order", "colour", "segmented"], indirect=True
+)
+
 
 def triangles(n: int = 3) -> Any:
     return UnitSquareMesh(n, n)
@@ -70,8 +74,12 @@ def test_laplace_of_other_degrees_on_tetrahedra(degree: int, verifying: Any) -> 
 
 
 @pytest.mark.parametrize("degree", [1, 3, 4])
-def test_sum_factorised_hexahedra(degree: int, verifying: Any) -> None:
-    space = FunctionSpace(hexahedra(1), "Q", degree)
+@pytest.mark.parametrize(("mesh", "family"), [(hexahedra, "Q"), (prisms, "CG")])
+def test_sum_factorisation(
+    mesh: Callable[..., Any], family: str, degree: int, verifying: Any
+) -> None:
+    """Degree 2 is among the others."""
+    space = FunctionSpace(mesh(1), family, degree)
     u, v, f = TrialFunction(space), TestFunction(space), filled(space)
     assemble(inner(grad(f), grad(v)) * dx)
     if degree < 4:
@@ -112,6 +120,7 @@ def test_neo_hookean(verifying: Any) -> None:
     verifying.all_lowered()
 
 
+@EVERY_STRATEGY
 @pytest.mark.parametrize("mat_type", ["aij", "nest"])
 def test_stokes(mat_type: str, verifying: Any) -> None:
     mesh = triangles(2)
@@ -259,6 +268,7 @@ def test_other_elements(element: Any, verifying: Any) -> None:
     verifying.all_lowered()
 
 
+@EVERY_STRATEGY
 def test_orientations_of_cells_on_a_sphere(verifying: Any) -> None:
     mesh = IcosahedralSphereMesh(1, 1)
     mesh.init_cell_orientations(SpatialCoordinate(mesh))
@@ -269,6 +279,7 @@ def test_orientations_of_cells_on_a_sphere(verifying: Any) -> None:
     verifying.all_lowered()
 
 
+@EVERY_STRATEGY
 def test_slate(verifying: Any) -> None:
     """Hybridised mixed Poisson: inverses, and kernels called under a predicate for each facet."""
     mesh = triangles(2)
@@ -318,6 +329,7 @@ def test_mathematical_functions(verifying: Any) -> None:
     verifying.all_lowered()
 
 
+@EVERY_STRATEGY
 def test_loops_that_limit(verifying: Any) -> None:
     """MIN and MAX, in a kernel written by hand and in Firedrake's own limiter."""
     mesh = triangles()
