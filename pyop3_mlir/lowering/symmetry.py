@@ -25,6 +25,8 @@ _TOLERANCE = 1e-12
 # Steps of the search for pairs, and how many swaps are compared.
 _STEPS = 3000
 _SWAPS = 8
+# Swaps inside the halves of other swaps: each level multiplies the search by 2 * _SWAPS.
+_DEPTH = 2
 # Less is not worth the additions and the registers.
 _GAIN = 0.8
 
@@ -80,20 +82,22 @@ class Folded:
         return self.even.work + self.odd.work + butterflies
 
 
-def factorise(table: Table) -> Dense | Folded:
+def factorise(table: Table, depth: int = _DEPTH) -> Dense | Folded:
     """Find the cheapest way to apply a table, as far as a short search shows it.
 
     Parameters
     ----------
     table
         ``[rows, columns]``.
+    depth
+        How often a table, its halves and so on may be folded.
     """
     best: Dense | Folded = Dense(table)
     limit = _GAIN * best.work
-    if table.size == 0 or best.work < 12:
+    if not depth or table.size == 0 or best.work < 12:
         return best
     for number, (rows, columns) in enumerate(_swaps(table)):
-        folded = _fold(table, rows, columns)
+        folded = _fold(table, rows, columns, depth - 1)
         if folded.work < min(limit, best.work):
             best = folded
         if number + 1 == _SWAPS:
@@ -101,7 +105,9 @@ def factorise(table: Table) -> Dense | Folded:
     return best
 
 
-def _fold(table: Table, rows: Sequence[tuple[int, int]], columns: Sequence[int]) -> Folded:
+def _fold(
+    table: Table, rows: Sequence[tuple[int, int]], columns: Sequence[int], depth: int
+) -> Folded:
     pairs = tuple((c, d) for c, d in enumerate(columns) if c < d)
     fixed = tuple(c for c, d in enumerate(columns) if c == d)
     kept = tuple((a, b, sign) for a, (b, sign) in enumerate(rows) if a <= b)
@@ -115,7 +121,7 @@ def _fold(table: Table, rows: Sequence[tuple[int, int]], columns: Sequence[int])
     for part in (even, odd):
         # what only rounding keeps from being zero
         part[np.abs(part) < scale] = 0.0
-    return Folded(pairs, fixed, kept, factorise(even), factorise(odd))
+    return Folded(pairs, fixed, kept, factorise(even, depth), factorise(odd, depth))
 
 
 def _swaps(table: Table) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
