@@ -141,6 +141,51 @@ def argyris(mesh: Any, rank: int) -> Any:
     return fd.inner(fd.div(fd.grad(u)), fd.div(fd.grad(v))) * fd.dx
 
 
+def bdm(mesh: Any, rank: int) -> Any:
+    space = fd.FunctionSpace(mesh, "BDM", 1)
+    u, v = _trial(space, rank), fd.TestFunction(space)
+    return (fd.inner(u, v) + fd.div(u) * fd.div(v)) * fd.dx
+
+
+def _hyperelastic(u: Any) -> Any:
+    """Energy density of a compressible neo-Hookean material."""
+    dim = len(u)
+    gradient = fd.Identity(dim) + 0.1 * fd.grad(u)
+    volume = fd.det(gradient)
+    invariant = fd.tr(gradient.T * gradient)
+    return 0.5 * (invariant - dim) - fd.ln(volume) + 2.0 * fd.ln(volume) ** 2
+
+
+def hyperelastic_energy(mesh: Any, rank: int) -> Any:
+    u = coefficient(fd.VectorFunctionSpace(mesh, "CG", 1))
+    return _hyperelastic(u) * fd.dx(degree=2)
+
+
+def neo_hookean(mesh: Any, rank: int) -> Any:
+    u = coefficient(fd.VectorFunctionSpace(mesh, "CG", 1))
+    residual = fd.derivative(_hyperelastic(u) * fd.dx(degree=2), u)
+    return residual if rank == 1 else fd.derivative(residual, u)
+
+
+def conditions(mesh: Any, rank: int) -> Any:
+    """Which terms count depends on the data."""
+    space = fd.FunctionSpace(mesh, "DG", 1)
+    u, v = coefficient(space), fd.TestFunction(space)
+    x = fd.SpatialCoordinate(mesh)[0]
+    inside = fd.conditional(fd.And(fd.gt(u, 0.3), fd.lt(x, 0.7)), u**2, fd.max_value(u, 0.1))
+    return inside * v * fd.dx
+
+
+def slate_inverse(mesh: Any, rank: int) -> Any:
+    """Slate: an inverse and a product of local tensors."""
+    space = fd.FunctionSpace(mesh, "DG", 1)
+    u, v = fd.TrialFunction(space), fd.TestFunction(space)
+    local = fd.Tensor((u * v + fd.inner(fd.grad(u), fd.grad(v))) * fd.dx)
+    if rank == 2:
+        return local.inv
+    return local.inv * fd.AssembledVector(coefficient(space))
+
+
 SIMPLE = (mass, laplace, laplace_3, boundary, advection, elasticity)
 
 VECTORS: tuple[tuple[str, Callable[[Any, int], Any]], ...] = (
@@ -150,23 +195,28 @@ VECTORS: tuple[tuple[str, Callable[[Any, int], Any]], ...] = (
         ("triangle", form)
         for form in (
             constant, real_coefficient, real_test, energy, tensor, mixed_poisson, navier_stokes,
-            argyris,
+            argyris, bdm, hyperelastic_energy, neo_hookean, conditions, slate_inverse,
         )
     ),
+    *((mesh, laplace_3) for mesh in ("prism", "hexahedron")),
     ("quadrilateral", mixed_poisson),
-    ("tetrahedron", curl),
+    *(("tetrahedron", form) for form in (curl, neo_hookean)),
 )  # fmt: skip
 """Cells and forms of vectors and numbers."""
 
 MATRICES: tuple[tuple[str, Callable[[Any, int], Any]], ...] = (
     *(
         ("triangle", form)
-        for form in (laplace, laplace_3, elasticity, advection, mixed_poisson, navier_stokes)
+        for form in (
+            laplace, laplace_3, elasticity, advection, mixed_poisson, navier_stokes, neo_hookean,
+            slate_inverse,
+        )
     ),
-    *(("quadrilateral", form) for form in (laplace, mixed_poisson)),
+    *(("quadrilateral", form) for form in (laplace, laplace_3, mixed_poisson)),
     *(("tetrahedron", form) for form in (laplace, elasticity, curl)),
-    ("prism", laplace),
-)
+    *(("prism", form) for form in (laplace, elasticity)),
+    ("hexahedron", laplace_3),
+)  # fmt: skip
 """Cells and forms of matrices."""
 
 MATRICES_BY_NAME = {form.__name__: form for _, form in MATRICES}
@@ -201,7 +251,7 @@ def check_against_loopy(engine: Any, form: Any, **options: Any) -> None:
         found = values(fd.assemble(form, **options, **again))
         scale = np.abs(expected).max()
         assert np.abs(found - expected).max() <= 1e-12 * scale
-    for entry in engine.entries():
-        if "integral" in entry.name:
-            assert entry.calls == entry.lowered > 0, f"{entry.name}: {entry.reason}"
-    assert any("integral" in entry.name for entry in engine.entries())
+    kernels = [e for e in engine.entries() if "integral" in e.name or "slate" in e.name]
+    assert kernels, [e.name for e in engine.entries()]
+    for entry in kernels:
+        assert entry.calls == entry.lowered > 0, f"{entry.name}: {entry.reason}"

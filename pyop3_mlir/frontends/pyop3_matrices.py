@@ -121,7 +121,8 @@ def _positions(
         if not all(_fills_blocks(side, values.block_size) for side in sides):
             raise UnsupportedLoopError(f"{name}: single components of a matrix that stores blocks")
     elif values.type == "seqaij":
-        blocks = [_node_size(side) for side in sides]
+        extents = (height, width)
+        blocks = [_node_size(s, extent) for s, extent in zip(sides, extents, strict=True)]
     rows, cols = (
         _node_table(side, size, extent, name)
         for side, size, extent in zip(sides, blocks, (height, width), strict=True)
@@ -183,9 +184,12 @@ def _fills_blocks(side: Array, size: int) -> bool:
     return bool((whole | (blocks < 0) & (firsts < 0)).all())
 
 
-def _node_size(side: Array) -> int:
-    """Components of a node: the largest number for which all entries come in such blocks."""
+def _node_size(side: Array, extent: int) -> int:
+    """Components of a node: the largest number for which all entries come in such blocks.
+
+    ``extent`` is the number of all rows or columns: nodes of other sizes may lie among them.
+    """
     for size in range(min(side.shape[1], 16), 1, -1):
-        if side.shape[1] % size == 0 and _fills_blocks(side, size):
+        if extent % size == 0 and _fills_blocks(side, size):
             return size
     return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pyop3_forms import (  # noqa: E402
     MESHES,
     VECTORS,
     check_against_loopy,
+    coefficient,
     values,
 )
 
@@ -48,6 +50,57 @@ def test_boundary_conditions(engine):
 def test_mixed_matrix(engine, mat_type):
     form = MATRICES_BY_NAME["mixed_poisson"](mesh_of("triangle"), 2)
     check_against_loopy(engine, form, mat_type=mat_type)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_interpolation(engine, degree):
+    mesh = mesh_of("triangle")
+    x, y = fd.SpatialCoordinate(mesh)
+    source = fd.Function(fd.FunctionSpace(mesh, "CG", 2)).interpolate(x * y + 1)
+    space = fd.FunctionSpace(mesh, "DG", degree)
+
+    def interpolated() -> np.ndarray:
+        return values(fd.Function(space).interpolate(fd.sin(source) * source))
+
+    engine.backend.detach()
+    expected = interpolated()
+    engine.backend.options = replace(engine.backend.options, verify=False)
+    engine.backend.attach()
+    np.testing.assert_allclose(interpolated(), expected, rtol=1e-13)
+    lowered = [e for e in engine.entries() if e.name != "assignment" and e.lowered]
+    assert lowered
+    assert all(e.calls == e.lowered for e in lowered)
+
+
+def test_projection(engine):
+    mesh = mesh_of("triangle")
+    source = coefficient(fd.FunctionSpace(mesh, "DG", 1))
+    space = fd.FunctionSpace(mesh, "CG", 1)
+    options = {"solver_parameters": {"ksp_type": "preonly", "pc_type": "lu"}}
+    engine.backend.detach()
+    expected = values(fd.project(source, space, **options))
+    engine.backend.options = replace(engine.backend.options, verify=False)
+    engine.backend.attach()
+    found = values(fd.project(source, space, **options))
+    np.testing.assert_allclose(found, expected, rtol=1e-11)
+
+
+def test_limiter(engine):
+    # smallest and largest values of the cells around a vertex: MIN and MAX
+    mesh = mesh_of("triangle")
+    space = fd.FunctionSpace(mesh, "DG", 1)
+    limiter = fd.VertexBasedLimiter(space)
+
+    def limited() -> np.ndarray:
+        field = coefficient(space)
+        limiter.apply(field)
+        return values(field)
+
+    engine.backend.detach()
+    expected = limited()
+    engine.backend.options = replace(engine.backend.options, verify=False)
+    engine.backend.attach()
+    np.testing.assert_allclose(limited(), expected, rtol=1e-12)
 
 
 def test_new_values_are_seen_without_compiling_again(engine, monkeypatch):

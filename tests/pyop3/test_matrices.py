@@ -134,6 +134,21 @@ def test_components_of_a_matrix(engine):
     engine.check("element")
 
 
+def test_pairs_of_rows_among_an_odd_number(engine):
+    # what the cells touch looks like nodes of two components, but the last row is alone
+    cells, rows = op3.Axis(4, "cells"), op3.Axis(9, "rows")
+    table = 2 * np.arange(4)[:, None] + np.arange(2)
+    pairs = map_(cells, rows, table, "pairs")
+    c, tree = cells.iter(), rows.as_tree()
+    mat = matrix_for(c, tree, pairs(c), tree, pairs(c))
+    x = dat(cells)
+    op3.loop(c, element(2, 2)(x[c], mat[pairs(c), pairs(c)]), eager=True)
+    mat.assemble()
+    expected = summed((9, 9), table, table, x)
+    np.testing.assert_allclose(mat.buffer.mat[:, :], expected, rtol=1e-14, atol=1e-15)
+    engine.check("element")
+
+
 def test_matrix_that_is_written(engine):
     cells, cone, table, mat = matrix_setup()
     c = cells.iter()
