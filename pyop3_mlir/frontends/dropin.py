@@ -91,7 +91,7 @@ class Entry:
 class _Bound:
     """A loop bound to its data, kept with the PyOP2 loop it was made for."""
 
-    backend: Backend
+    backend: Backend | None
     entry: Entry
     data: tuple[Any, ...]
     lgmaps: tuple[int, ...]
@@ -102,6 +102,11 @@ class _Bound:
     seconds: float = 0.0
     left: float = 0.0
     tuned: bool = False
+
+    def release(self) -> None:
+        """Let go of the data and of what runs on it."""
+        self.backend = self.reading = self.call = None
+        self.data = self.keep = ()
 
 
 class Backend:
@@ -120,6 +125,8 @@ class Backend:
         self._importers: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         self._failed: set[str] = set()
+        self._bound: weakref.WeakSet[_Bound] = weakref.WeakSet()
+        self._plans: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # -----------------------------------------------------------------------------------------
     # in and out
@@ -148,9 +155,17 @@ class Backend:
             self._importers.append(importer)
 
     def detach(self) -> None:
-        """Put back what was replaced."""
+        """Put back what was replaced, and forget the loops, but not what was counted of them."""
         while self._undo:
             self._undo.pop()()
+        for bound in self._bound:
+            bound.release()
+        for plan in self._plans:
+            plan.schedules.pop(id(self), None)
+            for key in [key for key in plan.bindings if key[0] == id(self)]:
+                del plan.bindings[key]
+        self._bound.clear()
+        self._plans.clear()
 
     def _replace(self, owner: Any, name: str, value: Any) -> Any:
         """Set an attribute until :meth:`detach`; returns what it was."""
@@ -265,6 +280,7 @@ class Backend:
         name = loop.local_kernel.name
         entry = self._entry(loop)
         bound = _Bound(self, entry, data, lgmaps, keep)
+        self._bound.add(bound)
         reason = ""
         try:
             # fails on all processes or on none: the original code is compiled collectively too
@@ -310,6 +326,7 @@ class Backend:
         call = self._compile(loop, propose)
         if call is plan.bindings.get(key, (None, None))[1]:
             return reading, call
+        self._plans.add(plan)
         plan.schedules[id(self)] = (self, call.schedule, call.reason)
 
         def forget(_: Any) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,25 @@ def test_detach_out_of_order() -> None:
     assert replaced_names() == before
     with pytest.raises(RuntimeError, match="not attached"):
         dropin.detach()
+
+
+def test_detach_lets_go_of_loops(attach: Any) -> None:
+    v = space()
+    assembler = get_assembler(Function(v).assign(1.0) * TestFunction(v) * dx)
+    tensor = assembler.allocate()
+    (loop,) = assembler.parloops(tensor)
+    expected = assembler.assemble(tensor=tensor).dat.data_ro.copy()
+    for _ in range(2):
+        with attach() as found:
+            assembler.assemble(tensor=tensor)
+            found.all_lowered()
+            plan = plan_for(loop, found.backend._importers)
+            bound = [weakref.ref(b) for _, b, _ in plan.bindings.values()]
+            assert len(bound) == 1
+        gc.collect()
+        assert (plan.bindings, plan.schedules) == ({}, {})
+        assert bound[0]() is None
+        np.testing.assert_allclose(tensor.dat.data_ro, expected, rtol=1e-14)
 
 
 def test_new_dats_are_aligned(attach: Any) -> None:
