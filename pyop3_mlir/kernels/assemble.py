@@ -40,6 +40,7 @@ from pyop3_mlir.kernels.program import (
     Temporary,
     postorder,
 )
+from pyop3_mlir.kernels.weights import fold_weights
 
 __all__ = ["Builder", "Definition", "Piece"]
 
@@ -711,7 +712,7 @@ class Builder:
         statements = _computes(groups, roots)
         kernel = LocalKernel(name, tuple(arguments), statements, tuple(outputs))
         kernel.validate()
-        return kernel
+        return fold_weights(kernel)
 
     def _output(self, piece: Piece) -> Output:
         """An output from a temporary of the piece's dimensions, an existing one where there is."""

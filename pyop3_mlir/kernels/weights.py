@@ -1,0 +1,158 @@
+"""Weights of quadrature, moved from what varies over cells into the tables that it meets.
+
+A form is a sum over points of a table times what the fields give there, and that is scaled by the
+point's weight. Where each use of such a value is a product with a table, the table can have the
+weight instead, once and for all cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy.typing as npt
+
+from pyop3_mlir.kernels.program import (
+    Compute,
+    Dim,
+    Expr,
+    IndexOf,
+    Load,
+    LocalKernel,
+    Op,
+    Source,
+    Table,
+    postorder,
+)
+
+__all__ = ["fold_weights"]
+
+
+def fold_weights(kernel: LocalKernel) -> LocalKernel:
+    """Return the kernel with weights in its tables; the same one where there are none to move."""
+    weighted = dict(_weighted(kernel))
+    for statement in kernel.statements:
+        for body in statement.bodies:
+            for source in _loose(body, bool(statement.reductions)):
+                weighted.pop(source, None)
+    for output in kernel.outputs:
+        weighted.pop(output.value, None)
+    if not weighted:
+        return kernel
+    statements = []
+    for statement in kernel.statements:
+        bodies = [
+            weighted[result][1] if result in weighted else _fold(body, weighted)
+            for result, body in zip(statement.results, statement.bodies, strict=True)
+        ]
+        statements.append(replace(statement, bodies=tuple(bodies)))
+    result = replace(kernel, statements=tuple(statements))
+    result.validate()
+    return result
+
+
+def _weighted(kernel: LocalKernel) -> Iterator[tuple[Source, tuple[Load, Expr, Compute]]]:
+    """Temporaries that are a table of their own dimensions times something, which is given too."""
+    for statement in kernel.statements:
+        if statement.reductions or not statement.dims:
+            continue
+        for result, body in zip(statement.results, statement.bodies, strict=True):
+            factors = _factors(body)
+            weight = next((factor for factor in factors if _is_table(factor)), None)
+            if weight is None or len(factors) < 2 or result.dtype.kind != "f":
+                continue
+            assert isinstance(weight, Load)
+            factors.remove(weight)
+            yield result, (weight, _product(factors), statement)
+
+
+def _factors(node: Expr) -> list[Expr]:
+    """The factors of a product, from left to right."""
+    if isinstance(node, Op) and node.name == "mul":
+        return [factor for child in node.children for factor in _factors(child)]
+    return [node]
+
+
+def _product(factors: list[Expr]) -> Expr:
+    result = factors[0]
+    for factor in factors[1:]:
+        result = Op("mul", result, factor)
+    return result
+
+
+def _is_table(node: Expr) -> bool:
+    """Whether it is an entry of a table of real numbers that dimensions alone name."""
+    return (
+        _is_named(node)
+        and isinstance(node, Load)
+        and isinstance(node.source, Table)
+        and node.dtype.kind == "f"
+    )
+
+
+def _is_named(node: Expr) -> bool:
+    """Whether it is an entry that different dimensions name, and nothing else."""
+    children = node.children
+    return (
+        isinstance(node, Load)
+        and bool(children)
+        and all(isinstance(child, IndexOf) for child in children)
+        and len(set(children)) == len(children)
+    )
+
+
+def _terms(node: Expr) -> list[Expr]:
+    if isinstance(node, Op) and node.name in ("add", "sub", "neg"):
+        return [term for child in node.children for term in _terms(child)]
+    return [node]
+
+
+def _loose(body: Expr, summed: bool) -> set[Source]:
+    """What a body loads other than as a factor of a term that has a table."""
+    loads = [node for node in postorder([body]) if isinstance(node, Load)]
+    if not summed:
+        return {load.source for load in loads}
+    loose: set[Source] = set()
+    for term in _terms(body):
+        factors = _factors(term)
+        own = [factor for factor in factors if _is_named(factor)]
+        # one weight for one table
+        if sum(_is_table(f) for f in own) == 1 and len(own) == 2:
+            factors = [factor for factor in factors if factor not in own]
+        loose |= {n.source for n in postorder(factors) if isinstance(n, Load)}
+    return loose
+
+
+def _fold(body: Expr, weighted: dict[Source, tuple[Load, Expr, Compute]]) -> Expr:
+    """The body with the weights in its tables."""
+    if isinstance(body, Op) and body.name in ("add", "sub", "neg"):
+        return Op(body.name, *(_fold(child, weighted) for child in body.children))
+    factors = _factors(body)
+    value = next((f for f in factors if isinstance(f, Load) and f.source in weighted), None)
+    if value is None:
+        return body
+    weight, _, statement = weighted[value.source]
+    table = next(factor for factor in factors if _is_table(factor))
+    assert isinstance(table, Load)
+    # the dimensions of the weight are those of the value's own statement
+    names = dict(zip(statement.dims, (_dim(child) for child in value.children), strict=True))
+    rows = [_dim(child) for child in table.children]
+    axes = [names[_dim(child)] for child in weight.children]
+    dims = [*rows, *(dim for dim in axes if dim not in rows)]
+    scaled = _values(table, rows, dims) * _values(weight, axes, dims)
+    factors[factors.index(table)] = Load(Table(scaled), [IndexOf(dim) for dim in dims])
+    return _product(factors)
+
+
+def _dim(child: Expr) -> Dim:
+    assert isinstance(child, IndexOf)
+    return child.dim
+
+
+def _values(load: Load, own: list[Dim], dims: list[Dim]) -> npt.NDArray[Any]:
+    """The table with an axis for each of ``dims``."""
+    assert isinstance(load.source, Table)
+    order = [own.index(dim) for dim in dims if dim in own]
+    shape = [dim.extent if dim in own else 1 for dim in dims]
+    return load.source.values.transpose(order).reshape(shape)
