@@ -1,13 +1,14 @@
 """All that is used of pyop3's internals, by name.
 
 pyop3 is under development and has no release, so what it offers is looked up and not inferred from
-a version: the branch of August 2026 and the later layout with a back-end switch
-(``pyop3/compile/``) both have all of this. A name that is missing is an error that says which.
+a version: each name where the branch of August 2026 has it, or, where it has moved, in whatever
+module of pyop3 has it now. A name that is missing is an error that says which.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -111,15 +112,23 @@ def find_names() -> Names:
     found: dict[str, Any] = {}
     for item in fields(Names):
         place = _WHERE.get(item.name, "pyop3.expr")
-        try:
-            found[item.name] = getattr(importlib.import_module(place), item.name)
-        except (ImportError, AttributeError):
-            raise _missing(f"{place}.{item.name}") from None
+        found[item.name] = _look_up(place, item.name)
     for name, attributes in _ATTRIBUTES.items():
         for attribute in attributes:
             if not hasattr(found[name], attribute):
                 raise _missing(f"{_WHERE[name]}.{name}.{attribute}")
     return Names(**found)
+
+
+def _look_up(place: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError):
+        modules = [m for key, m in list(sys.modules.items()) if key.startswith("pyop3.")]
+        known = {id(vars(m)[name]): vars(m)[name] for m in modules if name in vars(m)}
+        if len(known) != 1:
+            raise _missing(f"{place}.{name}") from None
+        return known.popitem()[1]
 
 
 def _missing(what: str) -> Pyop3MlirError:

@@ -430,3 +430,12 @@ def test_missing_name_is_named(monkeypatch):
     monkeypatch.delattr(exec_, "CompiledCodeExecutor")
     with pytest.raises(Pyop3MlirError, match=r"no pyop3\.insn\.exec\.CompiledCodeExecutor"):
         front_end.attach()
+
+
+def test_name_that_has_moved_is_found(monkeypatch):
+    import pyop3.constants
+
+    from pyop3_mlir.frontends.pyop3_names import find_names
+
+    monkeypatch.delattr(pyop3.constants, "Intent")
+    assert find_names().Intent is op3.INC.__class__
