@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,9 @@ Array = npt.NDArray[Any]
 
 HOT_ASSIGNMENT_SECONDS = 0.1
 """An assignment is lowered once it has been called a few times that took this long together."""
+
+_CARRIED = "_pyop3_mlir"
+"""Attribute by which an object of pyop3 carries one of ours."""
 
 REPLACED_LIMIT = 3
 """Sets of replaced buffers with which a loop is kept ready to run."""
@@ -114,6 +118,8 @@ class Backend:
         self._importers: list[Any] = []
         self._gem: dict[str, bytes] = {}
         self._schedules: dict[Any, tuple[Any, str]] = {}
+        # objects of pyop3 that carry ours, by number
+        self._carriers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     # -----------------------------------------------------------------------------------------
     # in and out
@@ -167,6 +173,16 @@ class Backend:
         self._importers.clear()
         while self._undo:
             self._undo.pop()()
+        for carrier in list(self._carriers.values()):
+            if carrier.__dict__.get(_CARRIED) and carrier.__dict__[_CARRIED].backend is self:
+                del carrier.__dict__[_CARRIED]
+        self._carriers.clear()
+
+    def _carry(self, carrier: Any, ours: Any) -> Any:
+        """Keep something of ours with an object of pyop3, until :meth:`detach`."""
+        carrier.__dict__[_CARRIED] = ours
+        self._carriers[id(carrier)] = carrier
+        return ours
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         old = vars(owner)[name]
@@ -175,15 +191,16 @@ class Backend:
 
     def executor(self, context: Any, original: Any) -> Any:
         """Our executor for a context, given pyop3's."""
-        found = context.__dict__.get("_pyop3_mlir")
+        found = context.__dict__.get(_CARRIED)
         if found is None or found.backend is not self or found.original is not original:
-            found = context.__dict__["_pyop3_mlir"] = self.executor_class(
+            ours = self.executor_class(
                 self,
                 original,
                 context.root_insn,
                 context.compiler_parameters,
                 context._preprocessed,
             )
+            found = self._carry(context, ours)
         return found
 
     # -----------------------------------------------------------------------------------------
@@ -222,10 +239,10 @@ class Backend:
         loop.entry.core += seconds
 
     def _loop(self, executor: Any) -> _Loop:
-        store = executor.original.executable.__dict__
-        found: _Loop | None = store.get("_pyop3_mlir")
+        executable = executor.original.executable
+        found: _Loop | None = executable.__dict__.get(_CARRIED)
         if found is None or found.backend is not self:
-            found = store["_pyop3_mlir"] = self._describe(executor)
+            found = self._carry(executable, self._describe(executor))
         return found
 
     def _describe(self, executor: Any) -> _Loop:

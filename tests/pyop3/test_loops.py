@@ -409,6 +409,24 @@ def test_detaching_restores_everything():
     assert (dict(vars(context)), dict(vars(exec_.CompiledCodeExecutor))) == before
 
 
+def test_detaching_leaves_nothing_with_loops(engine):
+    axis = op3.Axis(17, "points")
+    x, y = dat(axis), dat(axis)
+    loop = op3.loop(p := axis.iter(), copy(1)(x[p], y[p]))
+    loop()
+    context = loop._get_execution_context(None)
+    executable = context.compile().original.executable
+    carriers = context, executable
+    assert all("_pyop3_mlir" in vars(carrier) for carrier in carriers)
+    engine.backend.detach()
+    assert not any("_pyop3_mlir" in vars(carrier) for carrier in carriers)
+    engine.backend.attach()
+    y.buffer.data_wo[...] = 0
+    loop()
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
 def test_kernel_in_c_runs_through_pyop3(engine, caplog):
     axis = op3.Axis(5, "points")
     x = dat(axis, np.zeros(5))
