@@ -141,14 +141,23 @@ def bench_engine(
     size: Size = 1.0,
     runs: Annotated[int, typer.Option(min=7, help="Interleaved samples of each case.")] = 15,
     budget: Budget = None,
+    overheads: Annotated[
+        bool, typer.Option("--overheads", help="Planning, compiling and calls instead.")
+    ] = False,
 ) -> None:
     """Compare the engine with the same loops in C, compiled by gcc, one thread each."""
+    from pyop3_mlir.bench import overheads as beside
     from pyop3_mlir.bench.cases import CASES
     from pyop3_mlir.bench.engine import run_engine_bench, table
 
     cases = _known_cases(case, (known.name for known in CASES))
     options = Options.resolve(device=device, tune_budget=budget)
     console = _console()
+    if overheads:
+        with _measuring(console) as report:
+            rows = beside.run_overheads(json, device=options.device, report=report)
+        console.print(beside.table(rows))
+        return
     with _measuring(console) as report:
         rows = run_engine_bench(
             json,

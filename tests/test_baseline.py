@@ -189,3 +189,19 @@ def test_functions_are_timed_in_turn() -> None:
 def test_geometric_mean() -> None:
     assert np.isclose(geometric_mean([1.0, 2.0, 4.0]), 2.0)
     assert np.isnan(geometric_mean([]))
+
+
+def test_overheads_are_rows(tmp_path, monkeypatch):
+    from pyop3_mlir.bench.overheads import run_overheads, table
+
+    monkeypatch.setenv("PYOP3_MLIR_TUNE", "off")
+    path = tmp_path / "overheads.json"
+    rows = run_overheads(path, triangles=200, cases=CASES[:1])
+    assert json.loads(path.read_text()) == rows
+    assert [row["case"].split()[0] for row in rows] == [
+        *["planning", "peak"] * 4,
+        *["warm"] * 2,
+        "compiling",
+    ]
+    assert all(0 < row["value"] < 1e6 for row in rows)
+    assert table(rows).row_count == len(rows)
