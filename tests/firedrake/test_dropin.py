@@ -147,6 +147,21 @@ def test_a_kernel_in_c_falls_back_with_one_line(attach: Any, caplog: Any) -> Non
     assert sum("prolong" in r.message for r in caplog.records) == 1
 
 
+def test_matrices_that_are_never_assembled_fall_back(attach: Any) -> None:
+    """MATIS: a matrix for each process's part of the mesh."""
+    v = space()
+    form = inner(grad(TrialFunction(v)), grad(TestFunction(v))) * dx
+    x = assemble(form).M.handle.createVecRight()
+    x.setRandom()
+    expected = assemble(form).M.handle * x
+    with attach() as found:
+        result = assemble(form, mat_type="is").M.handle * x
+    np.testing.assert_allclose(result.array_r, expected.array_r, atol=1e-13)
+    (entry,) = found.entries().values()
+    assert (entry.calls, entry.lowered) == (1, 0)
+    assert "type is" in entry.reason
+
+
 def test_an_error_of_ours_falls_back(attach: Any, monkeypatch: Any) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("broken on purpose")
