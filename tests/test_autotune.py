@@ -430,9 +430,12 @@ def test_candidates_hold_what_measured_best():
     assert {(4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 4, 20), (8, 8, 20), (16, 4, 4)} <= shapes
 
 
-def test_kernels_without_contractions_get_wide_blocks():
+def test_kernels_without_contractions_have_one_row_and_are_unrolled_less_where_large():
     statistics = replace(KernelStatistics.of(kernel()), rows=(), contractions=0, accumulators=1)
-    assert heuristic(statistics, AVX512, ["in_order"]).width == 16
+    assert heuristic(statistics, AVX512, ["in_order"]).tile == 1
+    large = replace(statistics, operations=5000)
+    unrolls = [heuristic(s, AVX512, ["in_order"]).unroll for s in (statistics, large)]
+    assert unrolls[0] > unrolls[1]
 
 
 @pytest.mark.parametrize("size", [{"contractions": 40}, {"operations": 5000}])

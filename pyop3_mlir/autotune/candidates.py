@@ -1,9 +1,10 @@
 """Which schedules are worth measuring for a loop on a device, and which to take unmeasured.
 
 The heuristic (tuning off) on a CPU is in_order, blocked, with the shape that was best on most of
-the benchmark's cases: W = 4 in double precision with sixteen accumulators for kernels with
-contractions, W = 16 for those without. On a GPU a thread does a cell: atomic for kernels that write
-few values a cell, segmented for the others. ``docs/autotuner.md`` has the reasons.
+the benchmark's cases: W = 4 in double precision, with sixteen accumulators for kernels with
+contractions; large kernels get W = 8 and are unrolled less. On a GPU a thread does a cell: atomic
+for kernels that write few values a cell, segmented for the others. ``docs/autotuner.md`` has the
+reasons.
 """
 
 from __future__ import annotations
@@ -269,27 +270,29 @@ def candidates(
 
 
 # Width (for scalars of 8 bytes), tile and unrolling, the most promising first: measured on the
-# benchmark's cases (docs/autotuner.md). Kernels without contractions want wide blocks, for gathers
-# and scatters overlap then; contractions want accumulators, and tables known while lowering.
-_POINTWISE = ((16, 4, 4), (4, 16, 20), (8, 8, 20), (32, 4, 4), (16, 8, 20), (8, 4, 4), (4, 4, 4))
+# benchmark's cases (docs/autotuner.md). Narrow blocks have few enough values to scatter while the
+# next block is computed; contractions want accumulators, and tables known while lowering.
+_POINTWISE = ((4, 16, 20), (8, 8, 20), (8, 4, 4), (4, 4, 4), (16, 4, 4), (16, 8, 20), (32, 4, 4))
 _CONTRACTIONS = (
     (4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 10, 20), (8, 8, 20), (16, 8, 20), (4, 4, 20),
     (16, 4, 4), (8, 4, 4), (4, 8, 4), (8, 8, 4),
 )  # fmt: skip
-# Kernels with more of these would take long to compile unrolled, and are not faster.
+# Kernels with more of these take long to compile unrolled, which a first call should not wait for.
 _MANY_CONTRACTIONS = 10
 _MANY_OPERATIONS = 1500
+_LARGE_POINTWISE = ((8, 4, 4), (4, 16, 20), (4, 4, 4), (16, 4, 4), (8, 8, 20), (16, 8, 20))
 _LARGE = ((8, 8, 4), (4, 8, 4), (8, 4, 4), (4, 16, 4), (16, 4, 4), (8, 8, 2), (4, 8, 10))
 
 
 def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[int, int, int]]:
     """Widths, tiles and degrees of unrolling, the most promising first."""
+    large = statistics.operations > _MANY_OPERATIONS
     if not statistics.rows:
-        listed: Sequence[tuple[int, int, int]] = _POINTWISE
+        listed: Sequence[tuple[int, int, int]] = _LARGE_POINTWISE if large else _POINTWISE
     elif statistics.contractions > _MANY_CONTRACTIONS:
         listed = _LARGE
-    elif statistics.operations > _MANY_OPERATIONS:
-        listed = (*_LARGE[:4], *_CONTRACTIONS)
+    elif large:
+        listed = (_LARGE[0], *_CONTRACTIONS, *_LARGE[1:4])
     else:
         listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
