@@ -3,7 +3,7 @@
 #   make demo       the main job on a real mesh, on the CPU; needs no PETSc, MPI or compiler
 #   make test       all tests, Firedrake's included (builds PETSc and Firedrake once: a quarter of an hour)
 #   make test-core  the tests that need no Firedrake, a few minutes
-#   make test-mpi   loops on one to four processes, some minutes; not part of `make test`
+#   make test-mpi   loops on one to four processes, a few minutes
 #   make lint       ruff and mypy
 #   make format     let ruff rewrite the sources
 #   make bench      the engine against the same loops in C (needs gcc)
@@ -52,7 +52,7 @@ firedrake: $(VENV)/.installed-test
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m pyop3_mlir demo
 
-test: test-core test-firedrake
+test: test-core test-firedrake test-mpi
 
 test-core: $(VENV)/.installed-test
 	$(PYTEST) -n $(WORKERS) -p no:mpi-pytest $(BEYOND_CORE:%=--ignore=%) $(PYTEST_ARGS)
@@ -62,14 +62,16 @@ test-firedrake: firedrake
 	    $(PYTEST) -n $(WORKERS) $(WITH_FIREDRAKE) $(PYTEST_ARGS)
 	fi
 
-# One launch for each number of processes: mpi-pytest alone would start one for each test. More
-# processes than cores are wanted here, also by root.
+# One launch for each number of processes: mpi-pytest alone would start one for each test. They share
+# what they compile. More processes than cores are wanted here, also by root.
 test-mpi: export OMP_NUM_THREADS := 1
 test-mpi: export OMPI_MCA_rmaps_base_oversubscribe := 1
 test-mpi: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 test-mpi: export OMPI_ALLOW_RUN_AS_ROOT := 1
 test-mpi: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 test-mpi: firedrake
+	export MPI_TESTS_CACHE=$$(mktemp -d)
+	trap 'rm -rf "$$MPI_TESTS_CACHE"' EXIT
 	$(PYTEST) -m 'parallel[1]' tests/mpi $(PYTEST_ARGS)
 	for processes in 2 3 4; do
 	    mpiexec -n $$processes $(PYTEST) -q -m "parallel[$$processes]" tests/mpi $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import warnings
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ WAVES = (1.7, 2.9, 4.3)
 
 @pytest.fixture(autouse=True, scope="session")
 def session_cache(tmp_path_factory, _no_settings_from_outside):
-    """One compile cache for all processes of a launch."""
-    path = str(tmp_path_factory.mktemp("cache"))
+    """One compile cache for all processes of a launch, or of several launches one after another."""
+    path = os.environ.get("MPI_TESTS_CACHE") or str(tmp_path_factory.mktemp("cache"))
     try:
         from mpi4py import MPI
     except ImportError:
@@ -95,18 +96,10 @@ def check(comm, engine_on):
     It takes ``make_mesh(comm)`` and ``prepare(mesh)``, which returns a function that assembles, and
     options of the engine.
     """
-    from mpi4py import MPI
-
-    from pyop3_mlir.parallel import together
 
     def compare(make_mesh, prepare, **settings):
-        def reference():
-            if comm.rank:
-                return None
-            return values_of(prepare(make_mesh(MPI.COMM_SELF))())
-
-        expected = comm.bcast(together(comm, reference))
-        assemble = prepare(make_mesh(comm))
+        expected = on_first(comm, lambda: values_of(prepare(mesh_on(make_mesh, alone=True))()))
+        assemble = prepare(mesh_on(make_mesh, alone=False))
         with engine_on(**settings):
             result = assemble()
         found = values_of(result)
@@ -119,6 +112,25 @@ def check(comm, engine_on):
             )
 
     return compare
+
+
+@functools.cache
+def mesh_on(make_mesh, alone):
+    """A mesh on this process alone or on all of them, made once: distributing it is slow."""
+    from mpi4py import MPI
+
+    return make_mesh(MPI.COMM_SELF if alone else MPI.COMM_WORLD)
+
+
+def on_first(comm, action):
+    """Do something on the first process, for which the others wait without using their cores."""
+    from pyop3_mlir.parallel import _attempt, _broadcast, _described
+
+    error, value = _attempt(action) if comm.rank == 0 else (None, None)
+    told, value = _broadcast(comm, (_described(error, 0), value), 0)
+    if told is not None:
+        raise error or told
+    return value
 
 
 def values_of(result) -> list[Value]:
@@ -136,6 +148,7 @@ def values_of(result) -> list[Value]:
     return matrix_values(result)
 
 
+@functools.cache
 def waves(space):
     """Fields on a space, from formulas; through PyOP2."""
 
