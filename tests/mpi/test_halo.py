@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -307,3 +309,15 @@ def test_part_of_a_communicator(comm):
     found = whole(own, problem.part, problem.result, len(points))
     np.testing.assert_allclose(found, laplace(points, table, points[:, 1]), atol=1e-13)
     own.Free()
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_example_of_the_documentation(comm, monkeypatch):
+    """The flux of grad(x) through the sides of a square, half of each at its ends."""
+    monkeypatch.setenv("PYOP3_MLIR_TUNE", "off")
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(compile(example, "parallel.md", "exec"), names)
+    found = whole(comm, names["part"], names["result"], 4)
+    np.testing.assert_allclose(found, [-0.5, 0.5, 0.5, -0.5], atol=1e-14)
