@@ -15,7 +15,8 @@ from loops import every_access, random_loop
 from xdsl.dialects import memref
 from xdsl.dialects.builtin import ModuleOp, TensorType
 
-from pyop3_mlir.kernels.program import Op, Scalar
+from pyop3_mlir import engine
+from pyop3_mlir.kernels.program import Op, Scalar, Table
 from pyop3_mlir.lowering.build import operand_types
 from pyop3_mlir.lowering.dialects import print_module
 from pyop3_mlir.lowering.interface import local_bytes, segmented_arguments
@@ -52,7 +53,29 @@ def functions_loop():
     )
 
 
+def facet_loop():
+    """Entries of tables by the number of a facet, and a condition that differs between cells."""
+    k = KernelBuilder("facet")
+    y, x, facet = k.argument(2), k.argument(2), k.argument(1, dtype=np.int32)
+    (i,) = dims_of((2,))
+    number = Op("min", Op("cast", entry(facet, 0), dtype=np.int64), Scalar(2))
+    weight = entry(Table(np.array([[2.0, 9.0], [3.0, 9.0], [5.0, 9.0]])), number, i)
+    positive = Op("lt", Scalar(0.0), entry(x, i))
+    k.store(y, (i,), Op("select", positive, Op("mul", weight, entry(x, i)), weight))
+    rng = np.random.default_rng(3)
+    return Parloop(
+        k.kernel(),
+        IterationSet(21),
+        [
+            Argument.direct(np.zeros((21, 2)), WRITE),
+            Argument.direct(rng.standard_normal((21, 2)), READ),
+            Argument.direct(rng.integers(0, 3, (21, 1)).astype(np.int32), READ),
+        ],
+    )
+
+
 LOOPS = {
+    "facet": facet_loop,
     "float64": lambda: every_access("float64"),
     "complex128": lambda: every_access("complex128"),
     "int64": lambda: every_access("int64"),
@@ -261,3 +284,11 @@ def test_what_does_not_vary_is_computed_once():
         for op in generics:
             assert isinstance(op.results[0].type, TensorType)
             assert list(op.results[0].type.get_shape()) == [3]
+
+
+def test_entries_by_facet():
+    loop = facet_loop()
+    engine.compile(loop, "cpu", Schedule("in_order", "blocked", 4))()
+    y, x, facet = (argument.buffer for argument in loop.arguments)
+    weight = np.array([[2.0, 9.0], [3.0, 9.0], [5.0, 9.0]])[facet[:, 0]]
+    np.testing.assert_array_equal(y, np.where(x > 0, weight * x, weight))

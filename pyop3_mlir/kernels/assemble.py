@@ -40,6 +40,7 @@ from pyop3_mlir.kernels.program import (
     Temporary,
     postorder,
 )
+from pyop3_mlir.kernels.rank import use_low_rank
 from pyop3_mlir.kernels.weights import fold_weights
 
 __all__ = ["Builder", "Definition", "Piece"]
@@ -712,7 +713,7 @@ class Builder:
         statements = _computes(groups, roots)
         kernel = LocalKernel(name, tuple(arguments), statements, tuple(outputs))
         kernel.validate()
-        return fold_weights(kernel)
+        return use_low_rank(fold_weights(kernel))
 
     def _output(self, piece: Piece) -> Output:
         """An output from a temporary of the piece's dimensions, an existing one where there is."""

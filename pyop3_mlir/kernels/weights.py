@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from pyop3_mlir.kernels.products import factors_of, is_named, is_table, product_of, terms_of
 from pyop3_mlir.kernels.program import (
     Compute,
     Dim,
@@ -58,54 +59,13 @@ def _weighted(kernel: LocalKernel) -> Iterator[tuple[Source, tuple[Load, Expr, C
         if statement.reductions or not statement.dims:
             continue
         for result, body in zip(statement.results, statement.bodies, strict=True):
-            factors = _factors(body)
-            weight = next((factor for factor in factors if _is_table(factor)), None)
+            factors = factors_of(body)
+            weight = next((factor for factor in factors if is_table(factor)), None)
             if weight is None or len(factors) < 2 or result.dtype.kind != "f":
                 continue
             assert isinstance(weight, Load)
             factors.remove(weight)
-            yield result, (weight, _product(factors), statement)
-
-
-def _factors(node: Expr) -> list[Expr]:
-    """The factors of a product, from left to right."""
-    if isinstance(node, Op) and node.name == "mul":
-        return [factor for child in node.children for factor in _factors(child)]
-    return [node]
-
-
-def _product(factors: list[Expr]) -> Expr:
-    result = factors[0]
-    for factor in factors[1:]:
-        result = Op("mul", result, factor)
-    return result
-
-
-def _is_table(node: Expr) -> bool:
-    """Whether it is an entry of a table of real numbers that dimensions alone name."""
-    return (
-        _is_named(node)
-        and isinstance(node, Load)
-        and isinstance(node.source, Table)
-        and node.dtype.kind == "f"
-    )
-
-
-def _is_named(node: Expr) -> bool:
-    """Whether it is an entry that different dimensions name, and nothing else."""
-    children = node.children
-    return (
-        isinstance(node, Load)
-        and bool(children)
-        and all(isinstance(child, IndexOf) for child in children)
-        and len(set(children)) == len(children)
-    )
-
-
-def _terms(node: Expr) -> list[Expr]:
-    if isinstance(node, Op) and node.name in ("add", "sub", "neg"):
-        return [term for child in node.children for term in _terms(child)]
-    return [node]
+            yield result, (weight, product_of(factors), statement)
 
 
 def _loose(body: Expr, summed: bool) -> set[Source]:
@@ -114,11 +74,11 @@ def _loose(body: Expr, summed: bool) -> set[Source]:
     if not summed:
         return {load.source for load in loads}
     loose: set[Source] = set()
-    for term in _terms(body):
-        factors = _factors(term)
-        own = [factor for factor in factors if _is_named(factor)]
+    for _, term in terms_of(body):
+        factors = factors_of(term)
+        own = [factor for factor in factors if is_named(factor)]
         # one weight for one table
-        if sum(_is_table(f) for f in own) == 1 and len(own) == 2:
+        if sum(is_table(f) for f in own) == 1 and len(own) == 2:
             factors = [factor for factor in factors if factor not in own]
         loose |= {n.source for n in postorder(factors) if isinstance(n, Load)}
     return loose
@@ -128,12 +88,12 @@ def _fold(body: Expr, weighted: dict[Source, tuple[Load, Expr, Compute]]) -> Exp
     """The body with the weights in its tables."""
     if isinstance(body, Op) and body.name in ("add", "sub", "neg"):
         return Op(body.name, *(_fold(child, weighted) for child in body.children))
-    factors = _factors(body)
+    factors = factors_of(body)
     value = next((f for f in factors if isinstance(f, Load) and f.source in weighted), None)
     if value is None:
         return body
     weight, _, statement = weighted[value.source]
-    table = next(factor for factor in factors if _is_table(factor))
+    table = next(factor for factor in factors if is_table(factor))
     assert isinstance(table, Load)
     # the dimensions of the weight are those of the value's own statement
     names = dict(zip(statement.dims, (_dim(child) for child in value.children), strict=True))
@@ -142,7 +102,7 @@ def _fold(body: Expr, weighted: dict[Source, tuple[Load, Expr, Compute]]) -> Exp
     dims = [*rows, *(dim for dim in axes if dim not in rows)]
     scaled = _values(table, rows, dims) * _values(weight, axes, dims)
     factors[factors.index(table)] = Load(Table(scaled), [IndexOf(dim) for dim in dims])
-    return _product(factors)
+    return product_of(factors)
 
 
 def _dim(child: Expr) -> Dim:

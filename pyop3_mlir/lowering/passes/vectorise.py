@@ -47,6 +47,7 @@ from xdsl.ir.affine import (
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
+from pyop3_mlir.lowering.dialects.arith import VectorCmpfOp, VectorCmpiOp, VectorSelectOp
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.dialects.vector import FromElementsOp
 from pyop3_mlir.lowering.emit import CONTRACT, Emitter, IndexLike, functions_of
@@ -246,7 +247,7 @@ class _Nest:
         e = Emitter(InsertPoint.before(self.op))
         self.lane: IndexLike | None = None
         if not self._apply_table(e):
-            self._parallel(e, {}, list(self.parallel))
+            self._parallel(e, {}, self._order())
         self.op.detach()
         self.op.erase()
         for fill in self.fills:
@@ -265,6 +266,24 @@ class _Nest:
                 return None
             op = op.prev_op
         return None
+
+    def _order(self) -> list[int]:
+        """The parallel dimensions, outermost first.
+
+        The last one is worked on in tiles: for contractions that on which the fewest of the values
+        depend that vary over cells, so that these are loaded once for all rows of a tile.
+        """
+        if not self.reductions or len(self.parallel) < 2:
+            return list(self.parallel)
+        loads = {
+            d: sum(
+                self.rank - 1 in used and d in used
+                for used in (affine.used_dims() for affine in self.maps[: len(self.inputs)])
+            )
+            for d in self.parallel
+        }
+        last = min(reversed(self.parallel), key=lambda d: loads[d])
+        return [*(d for d in self.parallel if d != last), last]
 
     # one constant table
 
@@ -754,6 +773,49 @@ class _Nest:
             return e.index(self.lane)
         return _LaneNumbers(tuple(e.index(lane) for lane in range(self.width)))
 
+    def _choose(self, e: Emitter, operands: Sequence[_Value]) -> _Value | None:
+        """An entry of a known table whose position on a short axis differs from lane to lane.
+
+        The number of a facet is such a position. None where the load is anything else.
+        """
+        source, *indices = operands
+        varying = [axis for axis, index in enumerate(indices) if isinstance(index, _Lanes)]
+        if self.scalar or len(varying) != 1 or not isinstance(source, SSAValue):
+            return None
+        (axis,) = varying
+        assert isinstance(source.type, MemRefType)
+        extent = source.type.get_shape()[axis]
+        fixed = [index.value for index in indices if isinstance(index, _Constant)]
+        if len(fixed) != len(indices) - 1 or not 0 < extent <= _CHOICES:
+            return None
+        entries = [
+            self.constants.entry(source, [*fixed[:axis], k, *fixed[axis:]]) for k in range(extent)
+        ]
+        known = [entry for entry in entries if entry is not None]
+        if len(known) < extent:
+            return None
+        last = known[-1]
+        if all(entry.value == last.value for entry in known):
+            return last
+        lanes = cast(_Lanes, indices[axis])
+        numbers = self._once(
+            e, FromElementsOp([self._once(e, arith.IndexCastOp(v, i64)) for v in lanes.values])
+        )
+        result = self._vector(e, last).value
+        for k, entry in enumerate(known[:-1]):
+            if entry.value != last.value:
+                number = e.constant(k - lanes.offset, i64)
+                same = self._once(e, vector.BroadcastOp(number, VectorType(i64, [self.width])))
+                equal = arith.CmpiOp(numbers, same, "eq")
+                here = self._once(e, _copy(equal, [numbers, same], self.width))
+                result = e.insert(
+                    VectorSelectOp.create(
+                        operands=[here, self._vector(e, entry).value, result],
+                        result_types=[result.type],
+                    )
+                )
+        return _Vector(result)
+
     def _operation(self, e: Emitter, op: Operation, operands: Sequence[_Value]) -> _Value:
         """One scalar operation of the body on whatever its operands are."""
         simple = self._simplify(e, op, operands)
@@ -762,6 +824,9 @@ class _Nest:
         if all(isinstance(v, SSAValue | _Constant) for v in operands):
             return self._once(e, _copy(op, [self._scalar(e, v) for v in operands], None))
         if isinstance(op, memref.LoadOp) and _is_float(op.res.type):
+            selected = self._choose(e, operands)
+            if selected is not None:
+                return selected
             *uniform, last = operands
             if isinstance(last, _LaneNumbers) and all(
                 isinstance(v, SSAValue | _Constant) for v in uniform
@@ -899,6 +964,9 @@ class _Product:
         return value if total is None else e.insert(_sum(total, value))
 
 
+# Loading a number for each lane takes about two instructions a lane, choosing between vectors one.
+_CHOICES = 4
+
 # Index arithmetic on sizes and positions, none of them negative.
 _FOLD: dict[type[Operation], Callable[[int, int], int]] = {
     arith.AddiOp: operator.add,
@@ -929,9 +997,19 @@ def _shuffle(e: Emitter, a: SSAValue, b: SSAValue, lanes: Sequence[int]) -> SSAV
 def _copy(op: Operation, operands: Sequence[SSAValue], width: int | None) -> Operation:
     """An operation on other operands; its result is a vector where ``width`` is given."""
     types = [r.type if width is None else VectorType(r.type, [width]) for r in op.results]
-    return type(op).create(
+    kind = type(op)
+    if operands and isinstance(operands[0].type, VectorType):
+        kind = _LANEWISE.get(kind, kind)
+    return kind.create(
         operands=operands, result_types=types, properties=op.properties, attributes=op.attributes
     )
+
+
+_LANEWISE: dict[type[Operation], type[Operation]] = {
+    arith.CmpiOp: VectorCmpiOp,
+    arith.CmpfOp: VectorCmpfOp,
+    arith.SelectOp: VectorSelectOp,
+}
 
 
 def _affine(e: Emitter, expr: AffineExpr, point: dict[int, IndexLike]) -> IndexLike:
