@@ -186,7 +186,7 @@ def tuning():
     return Options.resolve(tune="force", tune_budget=60.0, strategy="in_order", batching="blocked")
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.parallel([2])
 def test_all_run_what_was_chosen(comm, monkeypatch):
     choose_between(monkeypatch, Schedule(width=8), Schedule(width=4), Schedule(width=16))
     loop = ring(20 + 40 * comm.rank)
