@@ -441,7 +441,7 @@ def test_kernels_without_contractions_have_one_row_and_are_unrolled_less_where_l
 @pytest.mark.parametrize("size", [{"contractions": 40}, {"operations": 5000}])
 def test_large_kernels_are_unrolled_less(size):
     statistics = replace(KernelStatistics.of(kernel()), **size)
-    assert heuristic(statistics, AVX512, ["in_order"]).unroll == 4
+    assert heuristic(statistics, AVX512, ["in_order"]).unroll <= 4
 
 
 def test_wide_blocks_that_leave_the_cache_are_pruned():

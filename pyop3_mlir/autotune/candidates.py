@@ -281,18 +281,29 @@ _CONTRACTIONS = (
 _MANY_CONTRACTIONS = 10
 _MANY_OPERATIONS = 1500
 _LARGE_POINTWISE = ((8, 4, 4), (4, 16, 20), (4, 4, 4), (16, 4, 4), (8, 8, 20), (16, 8, 20))
-_LARGE = ((8, 8, 4), (4, 8, 4), (8, 4, 4), (4, 16, 4), (16, 4, 4), (8, 8, 2), (4, 8, 10))
+_MANY_WRITES = 30
+_LARGE = (
+    (8, 8, 2),
+    (8, 8, 4),
+    (8, 12, 2),
+    (4, 8, 4),
+    (8, 4, 4),
+    (4, 16, 4),
+    (16, 4, 4),
+    (4, 8, 10),
+)
 
 
 def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[int, int, int]]:
     """Widths, tiles and degrees of unrolling, the most promising first."""
     large = statistics.operations > _MANY_OPERATIONS
     if not statistics.rows:
+        large = large or statistics.writes > _MANY_WRITES
         listed: Sequence[tuple[int, int, int]] = _LARGE_POINTWISE if large else _POINTWISE
     elif statistics.contractions > _MANY_CONTRACTIONS:
         listed = _LARGE
     elif large:
-        listed = (_LARGE[0], *_CONTRACTIONS, *_LARGE[1:4])
+        listed = (_LARGE[0], *_CONTRACTIONS[:2], *_LARGE[1:5], *_CONTRACTIONS[2:])
     else:
         listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
