@@ -39,6 +39,8 @@ _ROUNDING = 1e-14
 _LEAST = 1e-6
 # How near to the tables their sums of basis functions must come.
 _CLOSE = 1e-13
+# Numbers in the tables: beyond this their decomposition would take a second.
+_LARGEST = 200_000
 # The work that must be left at most.
 _GAIN = 0.75
 
@@ -176,7 +178,7 @@ class _Basis:
         """The smallest basis; None where the tables have full rank, or none that is clear."""
         tables = {(term.table, term.transposed): term.values for term in terms}
         stacked = np.vstack(list(tables.values()))
-        if not stacked.size or not np.isfinite(stacked).all():
+        if not 0 < stacked.size <= _LARGEST or not np.isfinite(stacked).all():
             return None
         _, sizes, basis = np.linalg.svd(stacked, full_matrices=False)
         scale = np.sqrt(long.extent)
