@@ -37,6 +37,7 @@ from pyop3_mlir.parloop import (
     IterationSet,
     Parloop,
 )
+from pyop3_mlir.runtime.devices import available
 
 RANKS = [1, 2, 3, 4]
 REAL = np.dtype(np.float64)
@@ -188,6 +189,25 @@ def test_reductions(comm, access):
         ufunc.at(expected, corners, cells[number])
     np.testing.assert_allclose(whole(comm, part, node, 16), expected, rtol=1e-14)
     assert total[0] == pytest.approx(ufunc.reduce([*cells, 0.25]), rel=1e-13)
+
+
+@pytest.mark.parallel([2])
+def test_on_a_device(comm):
+    """What has arrived in the host's memory reaches the device, also between the two parts."""
+    if not any(info.spec == "vulkan:0" and not info.unavailable for info in available()):
+        pytest.skip("there is no Vulkan device")
+    points, table = grid()
+    u = np.sin(5 * points[:, 0])
+    problem = Laplace(comm, points, table, owners(3, len(table), comm.size), device="vulkan:0")
+    owned = problem.part.halo.owned
+    problem.u[:owned] = u[problem.part.nodes[:owned]]
+    problem.u[owned:] = 1e30
+    problem.loop()
+    problem.u[:owned] *= 2
+    problem.loop()
+    found = whole(comm, problem.part, problem.result, len(points))
+    np.testing.assert_allclose(found, 3 * laplace(points, table, u), atol=1e-13)
+    assert comm.allreduce(problem.loop.bound.traffic.to_device) > 0
 
 
 @pytest.mark.parallel([3])
