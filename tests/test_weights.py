@@ -6,6 +6,7 @@ from builder import KernelBuilder, dims_of, entry
 from reference import evaluate_kernel
 
 from pyop3_mlir.kernels.program import Load, Op, Scalar, Table, postorder
+from pyop3_mlir.kernels.rank import use_low_rank
 from pyop3_mlir.kernels.weights import fold_weights
 
 rng = np.random.default_rng(4)
@@ -118,3 +119,17 @@ def test_the_same_value_is_read_by_other_names():
     folded = fold_weights(kernel)
     assert not loads(folded, WEIGHTS)
     assert_same(kernel, folded)
+
+
+def test_sums_may_be_deep():
+    """Kernels of thousands of terms must not meet the limit of recursion."""
+
+    def deep(i, q, t):
+        body = entry(t, q)
+        for n in range(5000):
+            body = Op("add", body, product(entry(VALUES, i, q), Scalar(float(n)), entry(t, q)))
+        return body
+
+    kernel = quadrature(deep)
+    assert fold_weights(kernel) is kernel
+    assert use_low_rank(kernel) is kernel

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.kernels.products import terms_of
 from pyop3_mlir.kernels.program import (
     INDEX,
     Compute,
@@ -453,7 +454,7 @@ class Builder:
             return Scalar(0, body.dtype)
         result: Expr | None = None
         kept: dict[tuple[Dim, ...], list[list[Expr]]] = {}
-        for negative, term in _terms(body):
+        for negative, term in terms_of(body):
             free = tuple(d for d in over if d not in self.dims(term))
             used = tuple(d for d in over if d not in free)
             factors = self._factors(term, frozenset(used))
@@ -594,7 +595,7 @@ class Builder:
             elif not self.dims(factor) & over:
                 options = [([factor], [])]
             else:
-                terms = _terms(factor)
+                terms = terms_of(factor)
                 if len(terms) < 2 or len(terms) * len(found) > limit:
                     return None
                 options = []
@@ -816,7 +817,7 @@ class Builder:
                     users[node.source] = users.get(node.source, 0) + 1
         for number, piece in enumerate(pieces):
             joined: dict[Any, Expr] = {}
-            terms = list(_terms(piece.value))
+            terms = terms_of(piece.value)
             if len(terms) < 2:
                 continue
             others: list[tuple[bool, Expr]] = []
@@ -1035,24 +1036,6 @@ def _is(node: Expr, value: int) -> bool:
 def _negated(node: Expr) -> Expr | None:
     """The operand where ``node`` is a negation."""
     return node.children[0] if isinstance(node, Op) and node.name == "neg" else None
-
-
-def _terms(root: Expr) -> list[tuple[bool, Expr]]:
-    """The terms of a sum, each with whether it is subtracted."""
-    found: list[tuple[bool, Expr]] = []
-    stack = [(False, root)]
-    while stack:
-        negative, node = stack.pop()
-        match node:
-            case Op(name="add"):
-                stack += [(negative, node.children[1]), (negative, node.children[0])]
-            case Op(name="sub"):
-                stack += [(not negative, node.children[1]), (negative, node.children[0])]
-            case Op(name="neg"):
-                stack.append((not negative, node.children[0]))
-            case _:
-                found.append((negative, node))
-    return found
 
 
 def _is_whole(load: Expr, definition: Definition) -> bool:

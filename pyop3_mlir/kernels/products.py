@@ -1,4 +1,4 @@
-"""Expressions as sums of products."""
+"""Expressions as sums of products. Iterative: graphs are deep."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from pyop3_mlir.kernels.program import Expr, IndexOf, Load, Op, Table
 __all__ = ["factors_of", "is_named", "is_table", "product_of", "sum_of", "terms_of"]
 
 
-def terms_of(node: Expr, negative: bool = False) -> list[tuple[bool, Expr]]:
+def terms_of(root: Expr) -> list[tuple[bool, Expr]]:
     """The terms of a sum from left to right, each with whether it is subtracted."""
-    if isinstance(node, Op) and node.name in ("add", "sub"):
-        left, right = node.children
-        return terms_of(left, negative) + terms_of(right, negative ^ (node.name == "sub"))
-    if isinstance(node, Op) and node.name == "neg":
-        return terms_of(node.children[0], not negative)
-    return [(negative, node)]
+    found: list[tuple[bool, Expr]] = []
+    stack = [(False, root)]
+    while stack:
+        negative, node = stack.pop()
+        match node:
+            case Op(name="add"):
+                stack += [(negative, node.children[1]), (negative, node.children[0])]
+            case Op(name="sub"):
+                stack += [(not negative, node.children[1]), (negative, node.children[0])]
+            case Op(name="neg"):
+                stack.append((not negative, node.children[0]))
+            case _:
+                found.append((negative, node))
+    return found
 
 
 def sum_of(terms: Iterable[tuple[bool, Expr]]) -> Expr:
@@ -31,11 +39,17 @@ def sum_of(terms: Iterable[tuple[bool, Expr]]) -> Expr:
     return result
 
 
-def factors_of(node: Expr) -> list[Expr]:
+def factors_of(root: Expr) -> list[Expr]:
     """The factors of a product, from left to right."""
-    if isinstance(node, Op) and node.name == "mul":
-        return [factor for child in node.children for factor in factors_of(child)]
-    return [node]
+    found: list[Expr] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Op) and node.name == "mul":
+            stack += reversed(node.children)
+        else:
+            found.append(node)
+    return found
 
 
 def product_of(factors: Iterable[Expr]) -> Expr:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pyop3_mlir.kernels.products import factors_of, is_named, is_table, product_of, terms_of
+from pyop3_mlir.kernels.products import factors_of, is_named, is_table, product_of, sum_of, terms_of
 from pyop3_mlir.kernels.program import (
     Compute,
     Dim,
@@ -21,7 +21,6 @@ from pyop3_mlir.kernels.program import (
     IndexOf,
     Load,
     LocalKernel,
-    Op,
     Source,
     Table,
     postorder,
@@ -86,12 +85,16 @@ def _loose(body: Expr, summed: bool) -> set[Source]:
 
 def _fold(body: Expr, weighted: dict[Source, tuple[Load, Expr, Compute]]) -> Expr:
     """The body with the weights in its tables."""
-    if isinstance(body, Op) and body.name in ("add", "sub", "neg"):
-        return Op(body.name, *(_fold(child, weighted) for child in body.children))
-    factors = factors_of(body)
+    terms = terms_of(body)
+    changed = [(negative, _fold_term(term, weighted)) for negative, term in terms]
+    return body if changed == terms else sum_of(changed)
+
+
+def _fold_term(term: Expr, weighted: dict[Source, tuple[Load, Expr, Compute]]) -> Expr:
+    factors = factors_of(term)
     value = next((f for f in factors if isinstance(f, Load) and f.source in weighted), None)
     if value is None:
-        return body
+        return term
     weight, _, statement = weighted[value.source]
     table = next(factor for factor in factors if is_table(factor))
     assert isinstance(table, Load)
