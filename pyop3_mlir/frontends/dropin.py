@@ -32,6 +32,17 @@ HOT_SECONDS = 1.0
 """A loop is hot, and is tuned, after this many calls that took this long together."""
 
 
+def choosing(options: Options, measure: bool) -> Options:
+    """The settings by which a loop's schedule is chosen, before it is hot or now by measuring."""
+    if measure:
+        # who asks for it by name wants it measured
+        return replace(options, tune="force") if options.tune == "off" else options
+    if options.tune == "cached":
+        # what is remembered is used, nothing is measured before the loop is hot
+        return replace(options, tune_budget=0.0)
+    return replace(options, tune="off")
+
+
 class VerificationError(Pyop3MlirError, AssertionError):
     """The engine's result differs from PyOP2's (only looked for with the setting ``verify``)."""
 
@@ -372,13 +383,7 @@ class Backend:
         """Compile a loop, or take what is there already. Collective."""
         from pyop3_mlir import parallel
 
-        options = self.options
-        if not tune and options.tune == "cached":
-            # what is remembered is used, nothing is measured before the loop is hot
-            options = replace(options, tune_budget=0.0)
-        elif not tune:
-            options = replace(options, tune="off")
-        return parallel.compile(loop.comm, propose, options=options)
+        return parallel.compile(loop.comm, propose, options=choosing(self.options, tune))
 
     def _tune_if_hot(self, bound: _Bound, loop: Any) -> None:
         """Choose the schedule of a loop by measurement where it has run often and long."""

@@ -22,7 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, VerificationError, compare
+from pyop3_mlir.frontends.dropin import (
+    HOT_CALLS,
+    HOT_SECONDS,
+    Entry,
+    VerificationError,
+    choosing,
+    compare,
+)
 from pyop3_mlir.frontends.petsc import nonzero_state
 from pyop3_mlir.frontends.pyop3_devices import on_host
 from pyop3_mlir.frontends.pyop3_kernels import code_key, kernel_key
@@ -372,12 +379,7 @@ class Backend:
         # batches of element matrices are written over and over
         strategy = "in_order" if reading.elements else None
         proposal = parallel.Proposal(reading.parloop, schedule, reason, strategy=strategy)
-        options = self.options
-        if not tune and options.tune == "cached":
-            # what is remembered is used, nothing is measured before the loop is hot
-            options = replace(options, tune_budget=0.0)
-        elif not tune:
-            options = replace(options, tune="off")
+        options = choosing(self.options, tune)
         found = parallel.compile(comm, lambda: proposal, device=device, options=options)
         self._schedules[key] = (found.schedule, found.reason)
         return found

@@ -80,3 +80,21 @@ def test_overheads_of_a_case():
     for engine in ("ours", "pyop2"):
         for key in ("first_s", "first_cpu_s", "call_s"):
             assert 0 < row[f"{engine}_{key}"] < np.inf
+
+
+def test_schedules_are_measured(monkeypatch):
+    """A benchmark of what is tuned that only ran the heuristic would be none."""
+    from pyop3_mlir.autotune import choose
+
+    measured = []
+
+    def tune(*args, **kwargs):
+        measured.append(choose_tune(*args, **kwargs))
+        return measured[-1]
+
+    choose_tune = choose.tune
+    monkeypatch.setattr(choose, "tune", tune)
+    case = next(c for c in bench.CASES if c.name == "laplace_p1_triangle_action")
+    bench.run_case(case, size=0.001, tune_budget=5.0)
+    (result,) = measured
+    assert sum(bool(m.samples) for m in result.measurements) > 1
