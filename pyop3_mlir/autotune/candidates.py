@@ -303,7 +303,7 @@ def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[in
     elif statistics.contractions > _MANY_CONTRACTIONS:
         listed = _LARGE
     elif large:
-        listed = (_LARGE[0], *_CONTRACTIONS[:2], *_LARGE[1:5], *_CONTRACTIONS[2:])
+        listed = (*_LARGE[:2], *_CONTRACTIONS[:2], *_LARGE[2:5], *_CONTRACTIONS[2:])
     else:
         listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
