@@ -279,9 +279,9 @@ _CONTRACTIONS = (
 )  # fmt: skip
 # Kernels with more of these take long to compile unrolled, which a first call should not wait for.
 _MANY_CONTRACTIONS = 10
-_MANY_OPERATIONS = 1500
+_MANY_OPERATIONS = 450
 _LARGE_POINTWISE = ((8, 4, 4), (4, 16, 20), (4, 4, 4), (16, 4, 4), (8, 8, 20), (16, 8, 20))
-_MANY_WRITES = 30
+_MANY_WRITES = 12
 _LARGE = (
     (8, 8, 2),
     (8, 8, 4),
