@@ -140,7 +140,7 @@ class Module:
             if found is not None:
                 return found
         return compile_module(
-            self._lower,
+            self.lower,
             self.device,
             # what cannot be compiled cannot be looked up either: the key tells xDSL's version
             cache=Cache.default("modules") if can_compile() else None,
@@ -148,7 +148,8 @@ class Module:
             name=self.spec.name,
         )
 
-    def _lower(self) -> str:
+    def lower(self) -> str:
+        """The text that is compiled."""
         # where modules come from a bundle, xDSL need not be there
         from pyop3_mlir.lowering.pipeline import lower
 

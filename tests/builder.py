@@ -22,7 +22,7 @@ from pyop3_mlir.kernels.program import (
     Temporary,
 )
 
-__all__ = ["KernelBuilder", "dims_of", "entry", "row_major", "total"]
+__all__ = ["KernelBuilder", "dims_of", "entry", "product", "row_major", "total"]
 
 
 def dims_of(shape: Sequence[int]) -> tuple[Dim, ...]:
@@ -54,6 +54,14 @@ def total(*terms: Expr) -> Expr:
     result = terms[0]
     for term in terms[1:]:
         result = Op("add", result, term)
+    return result
+
+
+def product(*factors: Expr) -> Expr:
+    """The product of some expressions, from left to right."""
+    result = factors[0]
+    for factor in factors[1:]:
+        result = Op("mul", result, factor)
     return result
 
 

@@ -292,3 +292,33 @@ def test_entries_by_facet():
     y, x, facet = (argument.buffer for argument in loop.arguments)
     weight = np.array([[2.0, 9.0], [3.0, 9.0], [5.0, 9.0]])[facet[:, 0]]
     np.testing.assert_array_equal(y, np.where(x > 0, weight * x, weight))
+
+
+def test_results_of_several_precisions_in_one_contraction():
+    """A symmetric table for both: folded only where all is of one precision."""
+    half = np.arange(1.0, 33.0).reshape(4, 8) ** 2
+    values = np.vstack([half, half[::-1, ::-1]])
+    k = KernelBuilder("mixed")
+    y, x = k.argument(8), k.argument(8)
+    single, other = (k.argument(8, dtype=np.float32) for _ in range(2))
+    (i,), (j,) = dims_of((8,)), dims_of((8,))
+    bodies = (
+        Op("mul", entry(Table(values), i, j), entry(x, j)),
+        Op("mul", entry(Table(values.astype(np.float32)), i, j), entry(other, j)),
+    )
+    wide, narrow = k.compute((i,), *bodies, over=(j,))
+    k.output(y, wide)
+    k.output(single, narrow)
+    data = np.random.default_rng(2).standard_normal((13, 8))
+    arguments = [
+        Argument.direct(np.zeros((13, 8)), WRITE),
+        Argument.direct(data, READ),
+        Argument.direct(np.zeros((13, 8), np.float32), WRITE),
+        Argument.direct(data.astype(np.float32), READ),
+    ]
+    loop = Parloop(k.kernel(), IterationSet(13), arguments)
+    engine.compile(loop, "cpu", Schedule("in_order", "blocked", 4, 8, 8))()
+    expected = data @ values.T
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(arguments[0].buffer, expected, atol=1e-13 * scale)
+    np.testing.assert_allclose(arguments[2].buffer, expected, atol=1e-5 * scale)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builder import KernelBuilder, dims_of, entry
+from builder import KernelBuilder, dims_of, entry, product
 from reference import evaluate_kernel
 
 from pyop3_mlir.kernels.program import Op, Table
@@ -13,13 +13,6 @@ FUNCTIONS = rng.standard_normal((3, 40))
 FIRST, SECOND = (Table(rng.standard_normal((10, 3)) @ FUNCTIONS) for _ in range(2))
 ACROSS = Table(np.ascontiguousarray((rng.standard_normal((10, 3)) @ FUNCTIONS).T))
 FULL = Table(rng.standard_normal((10, 40)))
-
-
-def times(*factors):
-    result = factors[0]
-    for factor in factors[1:]:
-        result = Op("mul", result, factor)
-    return result
 
 
 def assert_cheaper(kernel, parts):
@@ -38,7 +31,7 @@ def test_sum_over_points():
     k = KernelBuilder()
     x, y = k.argument(40), k.argument(10)
     i, q = dims_of((10, 40))
-    k.output(y, k.compute((i,), times(entry(FIRST, i, q), entry(x, q)), over=(q,)))
+    k.output(y, k.compute((i,), product(entry(FIRST, i, q), entry(x, q)), over=(q,)))
     assert_cheaper(k.kernel(), 2)
 
 
@@ -46,9 +39,9 @@ def test_signs_and_tables_with_other_order_of_axes():
     k = KernelBuilder()
     x, w, y, z = k.argument(40), k.argument(40), k.argument(10), k.argument(10)
     i, q = dims_of((10, 40))
-    a = times(entry(FIRST, i, q), entry(x, q))
-    b = times(entry(w, q), entry(ACROSS, q, i), entry(x, q))
-    c = times(entry(SECOND, i, q), entry(w, q))
+    a = product(entry(FIRST, i, q), entry(x, q))
+    b = product(entry(w, q), entry(ACROSS, q, i), entry(x, q))
+    c = product(entry(SECOND, i, q), entry(w, q))
     bodies = Op("sub", Op("neg", a), Op("sub", b, c)), Op("add", c, Op("neg", b))
     for argument, value in zip((y, z), k.compute((i,), *bodies, over=(q,)), strict=True):
         k.output(argument, value)
@@ -60,8 +53,12 @@ def test_values_at_points():
     x, y, z = k.argument(10), k.argument(40), k.argument(40)
     q, j = dims_of((40, 10))
     bodies = (
-        times(entry(FIRST, j, q), entry(x, j)),
-        Op("sub", times(entry(x, j), entry(ACROSS, q, j)), times(entry(SECOND, j, q), entry(x, j))),
+        product(entry(FIRST, j, q), entry(x, j)),
+        Op(
+            "sub",
+            product(entry(x, j), entry(ACROSS, q, j)),
+            product(entry(SECOND, j, q), entry(x, j)),
+        ),
     )
     for argument, value in zip((y, z), k.compute((q,), *bodies, over=(j,)), strict=True):
         k.output(argument, value)
@@ -73,7 +70,10 @@ def test_a_matrix_and_its_transpose_share_moments():
     k = KernelBuilder()
     x, y, z = k.argument(40, 10), k.argument(10, 10), k.argument(10, 10)
     i, j, q = dims_of((10, 10, 40))
-    bodies = times(entry(FIRST, i, q), entry(x, q, j)), times(entry(FIRST, j, q), entry(x, q, i))
+    bodies = (
+        product(entry(FIRST, i, q), entry(x, q, j)),
+        product(entry(FIRST, j, q), entry(x, q, i)),
+    )
     for argument, value in zip((y, z), k.compute((i, j), *bodies, over=(q,)), strict=True):
         k.output(argument, value)
     kernel = k.kernel()
@@ -87,7 +87,7 @@ def test_tables_of_full_rank_stay(table):
     points = table.shape[1]
     x, y = k.argument(points), k.argument(10)
     i, q = dims_of((10, points))
-    k.output(y, k.compute((i,), times(entry(table, i, q), entry(x, q)), over=(q,)))
+    k.output(y, k.compute((i,), product(entry(table, i, q), entry(x, q)), over=(q,)))
     kernel = k.kernel()
     assert use_low_rank(kernel) is kernel
 
@@ -98,7 +98,7 @@ def test_tables_of_nearly_low_rank_stay():
     k = KernelBuilder()
     x, y = k.argument(40), k.argument(10)
     i, q = dims_of((10, 40))
-    k.output(y, k.compute((i,), times(entry(table, i, q), entry(x, q)), over=(q,)))
+    k.output(y, k.compute((i,), product(entry(table, i, q), entry(x, q)), over=(q,)))
     kernel = k.kernel()
     assert use_low_rank(kernel) is kernel
 
@@ -107,7 +107,7 @@ def test_what_depends_on_the_basis_function_stays():
     k = KernelBuilder()
     x, y = k.argument(10, 40), k.argument(10)
     i, q = dims_of((10, 40))
-    k.output(y, k.compute((i,), times(entry(FIRST, i, q), entry(x, i, q)), over=(q,)))
+    k.output(y, k.compute((i,), product(entry(FIRST, i, q), entry(x, i, q)), over=(q,)))
     kernel = k.kernel()
     assert use_low_rank(kernel) is kernel
 
@@ -116,7 +116,7 @@ def test_a_term_without_a_table_stays():
     k = KernelBuilder()
     x, y = k.argument(40), k.argument(10)
     i, q = dims_of((10, 40))
-    body = Op("add", times(entry(FIRST, i, q), entry(x, q)), entry(x, q))
+    body = Op("add", product(entry(FIRST, i, q), entry(x, q)), entry(x, q))
     k.output(y, k.compute((i,), body, over=(q,)))
     kernel = k.kernel()
     assert use_low_rank(kernel) is kernel

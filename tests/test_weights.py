@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builder import KernelBuilder, dims_of, entry
+from builder import KernelBuilder, dims_of, entry, product
 from reference import evaluate_kernel
 
 from pyop3_mlir.kernels.program import Load, Op, Scalar, Table, postorder
@@ -13,13 +13,6 @@ rng = np.random.default_rng(4)
 WEIGHTS = Table(rng.standard_normal(5))
 VALUES = Table(rng.standard_normal((3, 5)))
 MORE = Table(rng.standard_normal((5, 3)))
-
-
-def product(*factors):
-    result = factors[0]
-    for factor in factors[1:]:
-        result = Op("mul", result, factor)
-    return result
 
 
 def quadrature(use, weight=WEIGHTS, output=False):

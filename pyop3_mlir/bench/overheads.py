@@ -147,7 +147,6 @@ def _call(function: Callable[[], object]) -> float:
 
 def _compilations(device: str, cases: Sequence[Case]) -> Iterator[_Row]:
     from pyop3_mlir import engine
-    from pyop3_mlir.lowering.pipeline import lower
     from pyop3_mlir.options import Options
     from pyop3_mlir.runtime.compile import compile_module
     from pyop3_mlir.runtime.devices import get_device
@@ -157,10 +156,9 @@ def _compilations(device: str, cases: Sequence[Case]) -> Iterator[_Row]:
     for case in cases:
         loop = case.loop().parloop
         schedule = engine.choose_schedule(loop, opened, options).schedule
-        kind = opened.spec.partition(":")[0]
+        module = engine.Module(loop.kernel, loop.spec, schedule, opened)
         start = time.perf_counter()
-        text = lower(loop.kernel, loop.spec, schedule, opened.threads, kind)
-        compile_module(text, opened, cache=None)
+        compile_module(module.lower, opened, cache=None, key=module.key)
         yield f"compiling {case.name}", time.perf_counter() - start, "s", 3.0
 
 

@@ -15,7 +15,10 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 
-__all__ = ["DistributedValues", "MatrixValues", "library", "nonzero_state"]
+__all__ = ["BATCH", "DistributedValues", "MatrixValues", "library", "nonzero_state"]
+
+BATCH = 1 << 22
+"""Scalars of the element matrices that are computed before PETSc gets them."""
 
 
 @cache

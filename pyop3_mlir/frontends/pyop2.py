@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.frontends.petsc import DistributedValues, MatrixValues, nonzero_state
-from pyop3_mlir.kernels.loopy import Intent, Part, import_loopy
+from pyop3_mlir.frontends.petsc import BATCH, DistributedValues, MatrixValues, nonzero_state
+from pyop3_mlir.kernels.loopy import Intent, Part, import_once
 from pyop3_mlir.kernels.program import Load, LocalKernel, postorder
 from pyop3_mlir.parloop import (
     INC,
@@ -487,10 +487,6 @@ class Elements:
             self.mat.setValuesBlockedLocalRCV(rows, cols, values, addv=mode)
 
 
-BATCH = 1 << 22
-"""Scalars of the element matrices that are computed before PETSc gets them."""
-
-
 @dataclass(frozen=True, eq=False)
 class Reading:
     """A PyOP2 loop in our terms.
@@ -671,9 +667,6 @@ def _resolve(place: Place, loaded: bool) -> Place:
     return replace(place, access=RW if loaded else WRITE)
 
 
-_kernels: dict[Any, LocalKernel | UnsupportedLoopError] = {}
-
-
 def _import(
     kernel: Any,
     intents: Sequence[Intent],
@@ -685,20 +678,7 @@ def _import(
             found = importer(kernel, intents)
             if found is not None:
                 return found, "gem"
-    shapes = tuple((n, whole, tuple(parts)) for n, (whole, parts) in sorted(splits.items()))
-    key = (kernel.cache_key, tuple(intents), shapes)
-    known = _kernels.get(key)
-    if known is None:
-        try:
-            known = import_loopy(kernel.code, kernel.name, intents, splits=splits)
-        except UnsupportedLoopError as error:
-            known = error.with_traceback(None)
-        if len(_kernels) > 4096:
-            _kernels.clear()
-        _kernels[key] = known
-    if isinstance(known, UnsupportedLoopError):
-        raise known
-    return known, "loopy"
+    return import_once(kernel.cache_key, kernel.code, kernel.name, intents, splits), "loopy"
 
 
 Split = tuple[tuple[int, ...], list[Part]]

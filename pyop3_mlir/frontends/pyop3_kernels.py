@@ -16,15 +16,13 @@ import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.pyop3_read import Assign, Call, Constant, Operation, Ref, Value
-from pyop3_mlir.kernels.loopy import Intent, Part, import_loopy
+from pyop3_mlir.kernels.loopy import Intent, Part, import_once
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.parloop import INC, MAX, MIN, READ, RW, WRITE, Access
 
 __all__ = ["Accessed", "Writer", "code_key", "import_kernel", "kernel_key"]
 
 Array = npt.NDArray[Any]
-
-_kernels: dict[Any, LocalKernel | UnsupportedLoopError] = {}
 
 
 def code_key(code: Any) -> str:
@@ -79,20 +77,7 @@ def import_kernel(
             found = importer(call.code, intents)
             if found is not None:
                 return found, "gem"
-    shapes = tuple((i, whole, tuple(parts)) for i, (whole, parts) in sorted(splits.items()))
-    key = (code_key(call.code), tuple(intents), shapes)
-    known = _kernels.get(key)
-    if known is None:
-        try:
-            known = import_loopy(call.code, call.name, list(intents), splits=splits)
-        except UnsupportedLoopError as error:
-            known = error.with_traceback(None)
-        if len(_kernels) > 4096:
-            _kernels.clear()
-        _kernels[key] = known
-    if isinstance(known, UnsupportedLoopError):
-        raise known
-    return known, "loopy"
+    return import_once(code_key(call.code), call.code, call.name, intents, splits), "loopy"
 
 
 class Writer:

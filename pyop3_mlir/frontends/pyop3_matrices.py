@@ -17,12 +17,9 @@ from pyop3_mlir.frontends.petsc import MatrixValues
 from pyop3_mlir.frontends.pyop3_tables import Matrix, Place, shared_table
 from pyop3_mlir.parloop import INC, Access, Argument, IndexTable, Kind
 
-__all__ = ["BATCH", "Elements", "bind_matrix"]
+__all__ = ["Elements", "bind_matrix"]
 
 Array = npt.NDArray[Any]
-
-BATCH = 1 << 22
-"""Scalars of the element matrices that are computed before PETSc gets them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.frontends.petsc import MatrixValues
+from pyop3_mlir.frontends.petsc import BATCH, MatrixValues
 from pyop3_mlir.frontends.pyop3_devices import ForeignArrays
 from pyop3_mlir.frontends.pyop3_kernels import Writer, import_kernel
-from pyop3_mlir.frontends.pyop3_matrices import BATCH, Elements, bind_matrix
+from pyop3_mlir.frontends.pyop3_matrices import Elements, bind_matrix
 from pyop3_mlir.frontends.pyop3_names import Names
 from pyop3_mlir.frontends.pyop3_read import (
     Assign,

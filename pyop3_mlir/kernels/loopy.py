@@ -24,7 +24,7 @@ import enum
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ from pyop3_mlir.kernels.program import (
     postorder,
 )
 
-__all__ = ["UNROLL_LIMIT", "Intent", "Part", "import_loopy"]
+__all__ = ["UNROLL_LIMIT", "Intent", "Part", "import_loopy", "import_once"]
 
 UNROLL_LIMIT = 50_000
 """Instructions that may be executed symbolically before a kernel counts as too large to unroll."""
@@ -132,6 +132,42 @@ def import_loopy(
     return importer.run(
         entry, list(intents), kernel_name or name, np.dtype(value_dtype), splits or {}
     )
+
+
+_imported: dict[Any, LocalKernel | UnsupportedLoopError] = {}
+_REMEMBERED = 4096
+
+
+def import_once(
+    key: Hashable,
+    translation_unit: Any,
+    name: str,
+    intents: Sequence[Intent],
+    splits: Mapping[int, tuple[tuple[int, ...], Sequence[Part]]],
+) -> LocalKernel:
+    """As :func:`import_loopy`, but for code that was seen before: what came of it then, or failed.
+
+    Parameters
+    ----------
+    key
+        Tells the code apart; the other parameters are told apart here.
+    translation_unit, name, intents, splits
+        As for :func:`import_loopy`.
+    """
+    shapes = tuple((n, whole, tuple(parts)) for n, (whole, parts) in sorted(splits.items()))
+    whole_key = (key, name, tuple(intents), shapes)
+    known = _imported.get(whole_key)
+    if known is None:
+        try:
+            known = import_loopy(translation_unit, name, list(intents), splits=splits)
+        except UnsupportedLoopError as error:
+            known = error.with_traceback(None)
+        if len(_imported) > _REMEMBERED:
+            _imported.clear()
+        _imported[whole_key] = known
+    if isinstance(known, UnsupportedLoopError):
+        raise known
+    return known
 
 
 def _entry(unit: Any, name: str) -> tuple[Any, Mapping[str, Any]]:

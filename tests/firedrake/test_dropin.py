@@ -168,7 +168,7 @@ def test_an_error_of_ours_falls_back(attach: Any, monkeypatch: Any) -> None:
 
     v = space()
     expected = assemble(TestFunction(v) * dx).dat.data_ro.copy()
-    monkeypatch.setattr("pyop3_mlir.frontends.pyop2.import_loopy", broken)
+    monkeypatch.setattr("pyop3_mlir.kernels.loopy.import_loopy", broken)
     monkeypatch.setattr("pyop3_mlir.frontends.tsfc.import_local_kernel", lambda *_: None)
     with attach() as found:
         found.backend._importers.clear()

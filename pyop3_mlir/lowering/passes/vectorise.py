@@ -289,13 +289,16 @@ class _Nest:
 
     def _apply_table(self, e: Emitter) -> bool:
         """Emit a contraction with known tables as straight code, if symmetries make it cheaper."""
-        elements = [o.type.element_type for o in self.outputs]  # type: ignore[attr-defined]
+        elements = {o.type.element_type for o in self.outputs}  # type: ignore[attr-defined]
         if (
             self.scalar
             or not self.reductions
             or math.prod(self.extents[d] for d in self.reductions) > self.unroll
-            or not all(_is_float(element) for element in elements)
+            or len(elements) != 1
         ):
+            return False
+        (element,) = elements
+        if not _is_float(element):
             return False
         points, terms = self._every(self.parallel), self._every(self.reductions)
         if len(points) * len(terms) > _LONGEST:
@@ -311,7 +314,7 @@ class _Nest:
                 vector.LoadOp(
                     source,
                     [e.index(i) for i in (*indices, 0)],
-                    VectorType(elements[0], [self.width]),
+                    VectorType(element, [self.width]),
                 )
             )
             for source, indices in columns
