@@ -1102,21 +1102,39 @@ def test_functions_of_complex_numbers(dtype):
     arrays = {"x": x, "y": rng.uniform(-3, 3, n) + 1j * rng.uniform(-3, 3, n)}
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     unary = (
-        "sqrt", "exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "abs", "conj", "neg",
-        "real", "imag",
+        "sqrt", "exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan",
+        "abs", "conj", "neg", "real", "imag",
     )  # fmt: skip
     operations = {name: named(name, "x") for name in unary}
     operations |= {name: named(name, "x", "y") for name in ("pow", "div", "mul", "add", "sub")}
     operations["square"] = (lambda x, _: Op("pow", x, Scalar(2 + 0j, dtype))), ["x", "y"]
     operations["root"] = (lambda x, _: Op("pow", x, Scalar(0.5 + 0j, dtype))), ["x", "y"]
     x, y = (array.astype(np.clongdouble) for array in arrays.values())
-    functions = {"abs": np.abs, "neg": np.negative}
+    functions = {"abs": np.abs, "neg": np.negative} | ARCS
     expected = {name: functions.get(name, getattr(np, name, None))(x) for name in unary}
     expected |= {"pow": x**y, "div": x / y, "mul": x * y, "add": x + y, "sub": x - y}
     expected |= {"square": x * x, "root": np.sqrt(x)}
     worst = errors(apply(operations, arrays), expected)
     # the error of the exponent is multiplied by its size
     assert {k: v for k, v in worst.items() if v > (64 if k == "pow" else 3)} == {}
+
+
+ARCS = {"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan}
+
+
+def test_inverse_functions_on_and_beside_their_cuts():
+    """Both sides of each cut, where the sign of zero decides, branch points, and large numbers."""
+    parts = [0.0, 0.5, 1.0, 1 + 1e-10, 2.0, 1e-20, 1e200]
+    parts += [-part for part in parts]
+    x = np.array([complex(a, b) for a in parts for b in parts])
+    found = apply({name: named(name, "x") for name in ARCS}, {"x": x})
+    for name, function in ARCS.items():
+        with np.errstate(divide="ignore"):  # atan has poles
+            expected = function(x)
+        for part in ("real", "imag"):
+            ours, theirs = getattr(found[name], part), getattr(expected, part)
+            np.testing.assert_allclose(ours, theirs, rtol=4e-16, atol=1e-300, err_msg=name)
+            np.testing.assert_array_equal(np.signbit(ours), np.signbit(theirs), err_msg=name)
 
 
 def test_complex_functions_at_zero_and_on_the_cut():

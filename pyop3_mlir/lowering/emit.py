@@ -280,6 +280,9 @@ _COMPLEX_UNARY: dict[str, type[Operation]] = {
     "neg": complex.NegOp, "conj": complex.ConjOp, "real": complex.ReOp, "imag": complex.ImOp,
     "abs": complex.AbsOp,
 }  # fmt: skip
+_COMPLEX_FUNCTIONS = frozenset(
+    ("sqrt", "exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan")
+)
 # Comparisons of floats: ordered, except "ne", which is C's != (true for NaN)
 _FLOAT_COMPARE = {"lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "eq": "oeq", "ne": "une"}
 _INTEGER_COMPARE = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
@@ -400,7 +403,7 @@ def _complex(e: Emitter, op: Op, operands: Sequence[Any]) -> SSAValue:
             if value == 0.5:
                 return _Complex(e, operands[0]).function("sqrt")
         return _complex_exponential(e, operands[0], operands[1])
-    if name in ("sqrt", "exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh"):
+    if name in _COMPLEX_FUNCTIONS:
         return _Complex(e, operands[0]).function(name)
     raise _unsupported(op)
 
@@ -428,7 +431,8 @@ class _Complex:
 
     IREE's own expansions of the complex dialect cancel near the axes (``tan`` and ``tanh`` keep 3
     of 7 digits of single precision near zero). Formulas: Abramowitz and Stegun, 4.3.55 ff., 4.5.49
-    ff.; square root and logarithm as in W. Kahan, Branch cuts for complex elementary functions.
+    ff.; square root, logarithm and the inverse functions as in W. Kahan, Branch cuts for complex
+    elementary functions. On a cut the sign of the part that is zero tells the side, as in C.
     """
 
     def __init__(self, e: Emitter, value: SSAValue) -> None:
@@ -466,6 +470,10 @@ class _Complex:
                 return self.e.insert(complex.DivOp(self.function("sin"), self.function("cos")))
             case "tanh":
                 return self.e.insert(complex.DivOp(self.function("sinh"), self.function("cosh")))
+            case "asin" | "acos":
+                return self.arc(name)
+            case "atan":
+                return self.atan()
         raise AssertionError(name)
 
     def products(self, first: Any, second: Any, minus: bool = False) -> SSAValue:
@@ -508,6 +516,64 @@ class _Complex:
         first = e.insert(arith.SelectOp(right, large, self.real(math.AbsFOp, small)))
         left = self.real(math.CopySignOp, large, self.b)
         return self.create(first, e.insert(arith.SelectOp(right, small, left)))
+
+    def arc(self, name: str) -> SSAValue:
+        """``asin`` or ``acos``: real and imaginary part are products of parts of two roots.
+
+        The terms of each sum have one sign, so that none of them cancels.
+        """
+        one = self.constant(1.0)
+        below = self.create(self.add(self.negative(self.a), one), self.negative(self.b))
+        above = self.create(self.add(self.a, one), self.b)
+        c, d = (_Complex(self.e, _Complex(self.e, value).sqrt()) for value in (below, above))
+        across = self.asinh(self.sub(self.mul(c.a, d.b), self.mul(c.b, d.a)))
+        if name == "asin":
+            along = self.sub(self.mul(c.a, d.a), self.mul(c.b, d.b))
+            return self.create(self.real(math.Atan2Op, self.a, along), across)
+        half = self.real(math.Atan2Op, c.a, d.a)
+        return self.create(self.add(half, half), self.negative(across))
+
+    def asinh(self, value: SSAValue) -> SSAValue:
+        """The inverse hyperbolic sine of a real number."""
+        one, size = self.constant(1.0), self.real(math.AbsFOp, value)
+        root = self.e.insert(complex.AbsOp(self.create(one, size)))
+        more = self.mul(size, self.real(arith.DivfOp, size, self.add(root, one)))
+        return self.real(math.CopySignOp, self.real(math.Log1pOp, self.add(size, more)), value)
+
+    def atan(self) -> SSAValue:
+        """From the distances to the poles ``i`` and ``-i``, of which only the nearer may vanish."""
+        e, one = self.e, self.constant(1.0)
+        height = self.real(math.AbsFOp, self.b)
+        below, above = self.sub(one, height), self.add(one, height)
+        near, far = (
+            e.insert(complex.AbsOp(self.create(self.a, value))) for value in (below, above)
+        )
+        square = self.sub(self.mul(below, above), self.mul(self.a, self.a))
+        angle = self.real(math.Atan2Op, self.add(self.a, self.a), square)
+        # log(far / near) is half of log1p((far^2 - near^2) / near^2), which is exact far from them
+        ratio = self.real(arith.DivfOp, self.real(arith.DivfOp, height, near), near)
+        small = self.real(math.Log1pOp, self.mul(self.constant(4.0), ratio))
+        large = self.real(math.LogOp, self.real(arith.DivfOp, far, near))
+        close = e.insert(arith.CmpfOp(near, self.constant(0.5), "olt"))
+        size = e.insert(
+            arith.SelectOp(
+                close,
+                self.mul(self.constant(0.5), large),
+                self.mul(self.constant(0.25), small),
+            )
+        )
+        return self.create(
+            self.mul(self.constant(0.5), angle), self.real(math.CopySignOp, size, self.b)
+        )
+
+    def add(self, a: SSAValue, b: SSAValue) -> SSAValue:
+        return self.real(arith.AddfOp, a, b)
+
+    def sub(self, a: SSAValue, b: SSAValue) -> SSAValue:
+        return self.real(arith.SubfOp, a, b)
+
+    def negative(self, value: SSAValue) -> SSAValue:
+        return self.real(arith.NegfOp, value)
 
     def real(self, operation: Callable[..., Operation], *operands: SSAValue) -> SSAValue:
         return self.e.insert(operation(*operands))
