@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -258,6 +258,16 @@ class BoundLoop:
         ------
         ValueError
             Where the range is not within the iteration set.
+        DeviceError
+            Where the device fails; arrays on the host are then as they were.
+        """
+        self.submit(start, stop)
+        self.wait()
+
+    def submit(self, start: int = 0, stop: int | None = None) -> None:
+        """As a call, but on a GPU without waiting for it: :meth:`wait` does.
+
+        What was submitted before, of this loop or another one on the device, is done first.
         """
         iterations = self.parloop.iteration_set
         if stop is None:
@@ -271,11 +281,22 @@ class BoundLoop:
         if start >= stop:
             return
         if not self._moves:
-            self._runner.run(start, stop)
+            self._runner.submit(start, stop)
             return
         before = traffic(self.device.spec)
-        self._runner.run(start, stop)
+        self._runner.submit(start, stop)
         self.traffic += traffic(self.device.spec) - before
+
+    def wait(self) -> None:
+        """Wait for what was submitted.
+
+        Raises
+        ------
+        DeviceError
+            Where the device has failed.
+        """
+        if self._moves:
+            self._runner.wait()
 
 
 class _InOrder:
@@ -289,8 +310,11 @@ class _InOrder:
         (module,) = self.modules(parloop, schedule, device)
         self._call = _bind(module.executable(), parloop, parloop.iteration_set.entities)
 
-    def run(self, start: int, stop: int) -> None:
-        self._call(start, stop)
+    def submit(self, start: int, stop: int) -> None:
+        self._call.launch(start, stop)
+
+    def wait(self) -> None:
+        self._call.wait()
 
 
 class _Atomic:
@@ -314,8 +338,11 @@ class _Atomic:
             self._plans[start, stop] = _bind(module.executable(), loop, loop.iteration_set.entities)
         return self._plans[start, stop]
 
-    def run(self, start: int, stop: int) -> None:
-        self._plan(start, stop)(start, stop)
+    def submit(self, start: int, stop: int) -> None:
+        self._plan(start, stop).launch(start, stop)
+
+    def wait(self) -> None:
+        _wait(self._plans.values())
 
 
 class _Colour:
@@ -339,22 +366,25 @@ class _Colour:
 
     def __init__(self, parloop: Parloop, schedule: Schedule, device: Device) -> None:
         self._arguments = parloop, schedule, device
-        self._plans: dict[tuple[int, int], tuple[Any, list[int]]] = {}
+        self._plans: dict[tuple[int, int], tuple[BoundFunction, list[int]]] = {}
         self._plan(0, parloop.iteration_set.owned or 0)
 
-    def _plan(self, start: int, stop: int) -> tuple[Any, list[int]]:
+    def _plan(self, start: int, stop: int) -> tuple[BoundFunction, list[int]]:
         if (start, stop) not in self._plans:
             parloop, colouring, module = self._step(*self._arguments, start, stop)
             call = _bind(module.executable(), parloop, colouring.order)
             self._plans[start, stop] = call, [int(offset) for offset in colouring.offsets]
         return self._plans[start, stop]
 
-    def run(self, start: int, stop: int) -> None:
+    def submit(self, start: int, stop: int) -> None:
         call, offsets = self._plan(start, stop)
         call.upload()
         for first, last in itertools.pairwise(offsets):
-            call.invoke(first, last)
+            call.submit(first, last)
         call.download()
+
+    def wait(self) -> None:
+        _wait(call for call, _ in self._plans.values())
 
 
 class _Segmented:
@@ -424,14 +454,26 @@ class _Segmented:
                 numbers = numbers + start * arity
         return offsets.astype(np.int32, copy=False), numbers.astype(np.int32, copy=False)
 
-    def run(self, start: int, stop: int) -> None:
+    def submit(self, start: int, stop: int) -> None:
         key = (start, stop)
         if key not in self._plans:
             self._plans[key] = self._plan(start, stop)
         fill, calls = self._plans[key]
-        fill(start, stop)
+        fill.launch(start, stop)
         for call, targets in calls:
-            call(0, targets)
+            call.launch(0, targets)
+
+    def wait(self) -> None:
+        functions = [self._fill]
+        for fill, calls in self._plans.values():
+            functions += [fill, *(call for call, _ in calls)]
+        _wait(functions)
+
+
+def _wait(functions: Iterable[BoundFunction]) -> None:
+    """Wait for what was submitted of these functions of a loop."""
+    first, *others = functions
+    first.wait(*others)
 
 
 def _parts(iterations: IterationSet) -> list[tuple[int, int]]:

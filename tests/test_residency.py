@@ -19,7 +19,7 @@ from pyop3_mlir.kernels.program import IndexOf, Op, Scalar
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, RW, Argument, IndexTable, IterationSet, Parloop
-from pyop3_mlir.runtime.devices import get_device
+from pyop3_mlir.runtime.devices import Timeline, get_device
 from pyop3_mlir.runtime.executable import BoundFunction
 from pyop3_mlir.runtime.residency import Resident, Traffic, adopt, device_copy, traffic
 
@@ -234,11 +234,15 @@ def test_parts_of_a_resident_array_are_refused(vulkan):
     del resident
 
 
-def test_a_loop_that_fails_leaves_the_host_as_it_was(vulkan, monkeypatch):
+WHEN = pytest.mark.parametrize("when", ["submitted", "at work"])
+
+
+@WHEN
+def test_a_loop_that_fails_leaves_the_host_as_it_was(vulkan, monkeypatch, when):
     x, y = START.copy(), np.zeros(NODES)
     _, update = diffusion(x, y, vulkan)
     update()
-    _lose_the_device(monkeypatch)
+    _lose_the_device(monkeypatch, when)
     y[:] = 3.0
     with pytest.raises(DeviceError, match=r"loop update: call on vulkan:0 .* failed: .*lost"):
         update()
@@ -246,14 +250,17 @@ def test_a_loop_that_fails_leaves_the_host_as_it_was(vulkan, monkeypatch):
     np.testing.assert_array_equal(y, 3.0)
 
 
-def test_contents_that_were_lost_with_a_device_are_not_taken_for_good_ones(vulkan, monkeypatch):
+@WHEN
+def test_contents_that_were_lost_with_a_device_are_not_taken_for_good_ones(
+    vulkan, monkeypatch, when
+):
     x, y = Resident(START.copy()), Resident(np.zeros(NODES))
     _, update = diffusion(x.array, y.array, vulkan)
     y.data[:] = 2.0
     update()
     np.testing.assert_array_equal(y.data_ro, 0.0)
     with monkeypatch.context() as broken:
-        _lose_the_device(broken)
+        _lose_the_device(broken, when)
         with pytest.raises(DeviceError, match="loop update"):
             update()
     # y had been read; of x only the device had the latest
@@ -273,18 +280,49 @@ class Gone:
         raise RuntimeError("runtime/src/iree/hal/x.c:1: UNAVAILABLE; device lost")
 
 
-def _lose_the_device(monkeypatch):
+def _lose_the_device(monkeypatch, when):
     """Have calls fail as they do when a device is gone: no device can be lost on demand."""
-    invoke = BoundFunction.invoke
+    submit = BoundFunction.submit
 
-    def call(self, *integers):
+    def lost(self, *integers):
         kept, self.executable._context = self.executable._context, Gone()
         try:
-            invoke(self, *integers)
+            submit(self, *integers)
         finally:
             self.executable._context = kept
 
-    monkeypatch.setattr(BoundFunction, "invoke", call)
+    def never(self):
+        if self._semaphore is not None and self._waited != self._last:
+            self._semaphore.wait(self._last)
+            self._semaphore = None
+            Gone().invoke()
+
+    if when == "submitted":
+        monkeypatch.setattr(BoundFunction, "submit", lost)
+    else:
+        monkeypatch.setattr(Timeline, "wait", never)
+
+
+def test_submitted_loops_follow_each_other(vulkan):
+    """Without the host in between; it waits when someone looks."""
+    x, y = Resident(START.copy()), Resident(np.zeros(NODES))
+    steps = diffusion(x.array, y.array, vulkan)
+    for _ in range(10):
+        for step in steps:
+            step.submit()
+    np.testing.assert_array_equal(x.data_ro, expected(10))
+    steps[0].wait()
+
+
+def test_a_call_that_is_not_submitted_leaves_the_device_usable(vulkan):
+    """Nothing waits for a fence that nobody signals."""
+    x, y = START.copy(), np.zeros(NODES)
+    flux, update = diffusion(x, y, vulkan)
+    with pytest.raises(RuntimeError, match="on purpose"), vulkan.timeline.step():
+        raise RuntimeError("on purpose")
+    flux()
+    update()
+    np.testing.assert_array_equal(x, expected(1))
 
 
 def test_tuning_leaves_resident_arrays_alone_and_starts_from_the_latest(vulkan, cache_dir):

@@ -23,6 +23,7 @@ __all__ = [
     "Device",
     "DeviceInfo",
     "Target",
+    "Timeline",
     "available",
     "cpu_device",
     "explain",
@@ -153,6 +154,11 @@ class Device:
         return self.target.backend == "llvm-cpu"
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """The order of what is submitted to the device without waiting for it."""
+        return Timeline(self.hal)
+
+    @cached_property
     def hal_module(self) -> Any:
         """IREE's module of device functions, shared by every executable on this device."""
         import iree.runtime
@@ -161,6 +167,68 @@ class Device:
 
     def __str__(self) -> str:
         return f"{self.spec} ({self.info.name})"
+
+
+class Timeline:
+    """The order in which a device works on what it was given: each waits for the one before.
+
+    Parameters
+    ----------
+    hal
+        IREE's ``HalDevice``.
+
+    Attributes
+    ----------
+    waits
+        How often someone has waited for something, and it was done.
+    """
+
+    def __init__(self, hal: Any) -> None:
+        self._hal = hal
+        self._lock = threading.RLock()
+        self._semaphore: Any = None
+        self._last = 0
+        self._waited = 0
+        self.waits = 0
+
+    @contextmanager
+    def step(self) -> Iterator[tuple[Any, Any]]:
+        """Fences to wait for and to signal, for what is submitted inside.
+
+        Where that raises, nothing will ever signal: a new timeline begins.
+        """
+        import iree.runtime
+
+        with self._lock:
+            if self._semaphore is None:
+                self._semaphore = self._hal.create_semaphore(0)
+                self._last = self._waited = 0
+            at = iree.runtime.HalFence.create_at
+            try:
+                yield at(self._semaphore, self._last), at(self._semaphore, self._last + 1)
+            except BaseException:
+                self._semaphore = None
+                raise
+            self._last += 1
+
+    def wait(self) -> None:
+        """Wait until all that was submitted is done.
+
+        Raises
+        ------
+        RuntimeError
+            Where some of it failed on the device.
+        """
+        with self._lock:
+            if self._semaphore is None or self._waited == self._last:
+                return
+            try:
+                self._semaphore.wait(self._last)
+            except BaseException:
+                self._semaphore = None
+                raise
+            self._waited = self._last
+            self.waits += 1
 
 
 @memoise
@@ -454,7 +522,13 @@ def gpu_target(kind: str, architecture: str) -> Target:
     if kind not in _GPU_BACKENDS:
         raise DeviceError(f"{kind!r} is no kind of GPU; there are {', '.join(_GPU_BACKENDS)}")
     backend, flag = _GPU_BACKENDS[kind]
-    flags = (f"--iree-hal-target-device={kind}", flag + architecture, *COMMON_FLAGS)
+    flags = (
+        f"--iree-hal-target-device={kind}",
+        flag + architecture,
+        # functions take fences, so that calls can follow each other without the host in between
+        "--iree-execution-model=async-external",
+        *COMMON_FLAGS,
+    )
     return Target(backend, architecture, frozenset(), flags)
 
 

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import iree.runtime as iree
 import numpy as np
@@ -308,6 +308,8 @@ class _Signature:
         For each result the number of the tensor argument that it is tied to.
     alignment
         Bytes.
+    fenced
+        Whether two fences follow the arguments: what to wait for, and what to signal when done.
     """
 
     function: Any
@@ -315,6 +317,7 @@ class _Signature:
     elements: tuple[str, ...]
     written: tuple[int, ...]
     alignment: int
+    fenced: bool
 
     @classmethod
     def of(cls, function: Any, alignment: int | None) -> _Signature:
@@ -343,7 +346,8 @@ class _Signature:
         if alignment is None:
             alignment = int(reflection.get("alignment", ALIGNMENT))
         written = tuple(tied[result] for result in range(count))
-        return cls(function, scalars, tuple(elements), written, alignment)
+        fenced = reflection.get("iree.abi.model") == "coarse-fences"
+        return cls(function, scalars, tuple(elements), written, alignment, fenced)
 
     def check(self, position: int, buffer: Buffer) -> None:
         """Raise unless the buffer suits the argument."""
@@ -466,7 +470,8 @@ class BoundFunction:
     """A function of an :class:`Executable` with its arrays; see :meth:`Executable.bind`.
 
     Calling it with the integer arguments copies what is not shared in, runs the function and copies
-    what it changed back. :meth:`invoke` runs it only.
+    what it changed back. :meth:`invoke` runs it only, and :meth:`submit` does not even wait for it
+    where the device works on its own.
     """
 
     def __init__(
@@ -476,6 +481,7 @@ class BoundFunction:
         self.buffers = tuple(buffers)
         self._function = signature.function
         self._scalars = signature.scalars
+        self._fenced = signature.fenced
         self._written = signature.written
         self._refs = [buffer.view.ref for buffer in buffers]
         self._incoming = tuple(b for b in buffers if not b.in_step)
@@ -496,48 +502,116 @@ class BoundFunction:
         DeviceError
             Where the function fails or the arrays do not have the types that it takes.
         """
+        self.launch(*integers)
+        self.wait()
+
+    def launch(self, *integers: int) -> None:
+        """Upload, submit, and download what has to be; nothing else waits for the device.
+
+        Raises
+        ------
+        DeviceError
+            As for a call, but for what fails only while the device works: see :meth:`wait`.
+        """
         self.upload()
-        self.invoke(*integers)
+        self.submit(*integers)
         self.download()
 
     def upload(self) -> None:
         """Copy in what is not shared with the device."""
-        for buffer in self._incoming:
-            buffer.upload()
+        try:
+            for buffer in self._incoming:
+                buffer.upload()
+        except RuntimeError as error:
+            self._failed(error)
 
     def download(self) -> None:
         """Copy back what the function changes and the device does not share."""
-        for buffer in self._outgoing:
-            buffer.download()
+        try:
+            for buffer in self._outgoing:
+                buffer.download()
+        except RuntimeError as error:
+            self._failed(error)
 
     def invoke(self, *integers: int) -> None:
-        """Run the function on what is on the device and wait for it."""
-        arguments = self._arguments.get(integers)
-        if arguments is None:
-            arguments = self._prepare(integers)
-        results = iree.VmVariantList(1)
+        """Run the function on what is on the device and wait for it.
+
+        Raises
+        ------
+        DeviceError
+            Where the function fails.
+        """
+        self.submit(*integers)
+        self.wait()
+
+    def submit(self, *integers: int) -> None:
+        """Run the function after all that was submitted before, without waiting for it on a GPU.
+
+        Raises
+        ------
+        DeviceError
+            Where it cannot be submitted; on the CPU, where it fails.
+        """
         executable = self.executable
         try:
-            with executable._lock:
-                executable._context.invoke(self._function, arguments, results)
+            if not self._fenced:
+                arguments = self._arguments.get(integers)
+                if arguments is None:
+                    arguments = self._prepare(integers)
+                with executable._lock:
+                    executable._context.invoke(self._function, arguments, iree.VmVariantList(1))
+                return
+            arguments = self._list(integers, 2)
+            with executable.device.timeline.step() as fences, executable._lock:
+                for fence in fences:
+                    arguments.push_ref(fence.ref)
+                executable._context.invoke(self._function, arguments, iree.VmVariantList(1))
         except (RuntimeError, ValueError, IndexError) as error:
-            for buffer in self._outgoing:
-                buffer.abandon()
-            raise DeviceError(
-                f"loop {executable.name}: call on {executable.device} failed: {explain(error)}"
-            ) from error
+            self._failed(error)
 
-    def _prepare(self, integers: tuple[int, ...]) -> Any:
+    def wait(self, *others: BoundFunction) -> None:
+        """Wait for all that was submitted to the device.
+
+        Parameters
+        ----------
+        others
+            Other functions that were submitted since the last wait.
+
+        Raises
+        ------
+        DeviceError
+            Where some of it failed.
+        """
+        if self._fenced:
+            try:
+                self.executable.device.timeline.wait()
+            except (RuntimeError, ValueError, IndexError) as error:
+                self._failed(error, *others)
+
+    def _failed(self, error: Exception, *others: BoundFunction) -> NoReturn:
+        for function in (self, *others):
+            for buffer in function._outgoing:
+                buffer.abandon()
+        executable = self.executable
+        raise DeviceError(
+            f"loop {executable.name}: call on {executable.device} failed: {explain(error)}"
+        ) from error
+
+    def _list(self, integers: tuple[int, ...], more: int = 0) -> Any:
         if len(integers) != self._scalars:
             raise DeviceError(
                 f"loop {self.executable.name}: the function takes {self._scalars} integers, "
                 f"{len(integers)} were given"
             )
-        arguments = iree.VmVariantList(len(integers) + len(self._refs))
+        arguments = iree.VmVariantList(len(integers) + len(self._refs) + more)
         for integer in integers:
             arguments.push_int(integer)
         for ref in self._refs:
             arguments.push_ref(ref)
+        return arguments
+
+    def _prepare(self, integers: tuple[int, ...]) -> Any:
+        arguments = self._list(integers)
         if len(self._arguments) >= _CALLS_KEPT:
             self._arguments.clear()
         self._arguments[integers] = arguments

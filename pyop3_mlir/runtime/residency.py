@@ -144,6 +144,8 @@ class _Staging:
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy between two buffers of one size, and wait for it. The caller holds the lock."""
+        # loops that were submitted may still be at work on either
+        self.device.timeline.wait()
         self.clock += 1
         self.device.hal.queue_copy(source, target, [], [(self.semaphore, self.clock)])
         self.semaphore.wait(self.clock)
@@ -389,6 +391,8 @@ class Resident:
             raise DeviceError("a resident array has to be C-contiguous")
         self._array = array
         self._host_fresh = True
+        # since which wait for a device the host's contents are stale
+        self._stale_since = (-1, "")
         self._lost: str | None = None
         self._copies: list[DeviceCopy] = []
         with _lock:
@@ -509,12 +513,19 @@ class Resident:
 
     def _changed_by(self, by: DeviceCopy | None) -> None:
         """Take note that a device, or the host, has changed the contents."""
+        if by is not None and self._host_fresh:
+            self._stale_since = by.device.timeline.waits, by.device.spec
         for copy in self._copies:
             copy.fresh = copy is by
         self._host_fresh = by is None
 
     def _failed_on(self, device: Device) -> None:
-        if not self._host_fresh and not any(copy.fresh for copy in self._copies):
+        if self._host_fresh or any(copy.fresh for copy in self._copies):
+            return
+        if self._stale_since == (device.timeline.waits, device.spec):
+            # nothing of what would have made them stale has been done
+            self._host_fresh = True
+        else:
             self._lost = (
                 f"the contents of a resident array of shape {self._array.shape} were on {device}, "
                 "where a loop failed while it changed them; write to `data_wo` before it is used"

@@ -16,7 +16,8 @@ SUBVIEW_KEY = "subview"
 _SUBVIEW = """
 module @pyop3_mlir_subview {
   util.func public @subview(%view: !hal.buffer_view, %offset: i64, %length: i64, %count: i64,
-                            %type: i32) -> !hal.buffer_view {
+                            %type: i32) -> !hal.buffer_view
+      attributes {iree.abi.stub} {
     %c0 = arith.constant 0 : index
     %o = arith.index_cast %offset : i64 to index
     %l = arith.index_cast %length : i64 to index
