@@ -926,6 +926,31 @@ def test_sums_of_what_does_not_depend_on_the_dimension(batching):
     check(make, Schedule(batching=batching))
 
 
+@pytest.mark.parametrize("batching", ["blocked", "flat"])
+def test_sums_that_read_nothing_but_indices(batching):
+    k = KernelBuilder("counting")
+    outputs = [k.argument(3) for _ in range(4)]
+    x = k.argument(1)
+    i, j, m = dims_of((3, 4, 2))
+    below = Op("select", Op("lt", IndexOf(j), IndexOf(i)), Scalar(1.0), Scalar(0.0))
+    sums = [
+        k.compute((i,), Op("cast", IndexOf(j), dtype=float), over=(j,)),
+        k.compute((i,), Op("cast", Op("mul", IndexOf(i), IndexOf(j)), dtype=float), over=(j,)),
+        k.compute((i,), Op("cast", total(IndexOf(m), IndexOf(j)), dtype=float), over=(j, m)),
+        k.compute((i,), below, over=(j,)),
+    ]
+    for y, value in zip(outputs, sums, strict=True):
+        k.store(y, (i,), Op("mul", entry(value, i), entry(x, 0)))
+    found = [np.zeros((9, 3)) for _ in outputs]
+    arguments = [Argument.direct(array, WRITE) for array in found]
+    arguments.append(Argument.direct(np.full(9, 2.0), READ))
+    loop = Parloop(k.kernel(), IterationSet(9), arguments)
+    engine.run(loop, "cpu", Schedule(batching=batching))
+    expected = [[12, 12, 12], [0, 12, 24], [32, 32, 32], [0, 2, 4]]
+    for array, row in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array, np.tile(row, (9, 1)))
+
+
 @strategies
 def test_part_of_an_array(strategy):
     """Dimensions that are shorter than the axes that they run over."""

@@ -388,6 +388,11 @@ class _Builder:
             if affine is not None:
                 operands[load] = (self.values[load.source], affine)
         inputs = list(operands.values())
+        counted: Sequence[Dim] = ()
+        if statement.reductions and not loads:
+            # IREE 3.13 cannot vectorise a sum, left to it, that reads nothing but its own indices
+            counted = statement.reductions
+            inputs += [self._count(dim, number, rank) for dim in counted]
         inputs += self._extents(dims[len(statement.dims) :], number, rank, inputs)
         elements = [local_type(result.dtype) for result in statement.results]
         body = Block(
@@ -397,6 +402,8 @@ class _Builder:
         given: dict[Expr, SSAValue] = {}
         for load, argument in zip(operands, body.args, strict=False):
             given[load] = _loaded(e, load.source, argument)
+        for dim, argument in zip(counted, body.args, strict=False):
+            given[IndexOf(dim)] = e.to_index(argument)
 
         def leaf(node: Expr, values: Mapping[Expr, SSAValue]) -> SSAValue | None:
             if isinstance(node, IndexOf):
@@ -457,6 +464,11 @@ class _Builder:
                 left.append((result, body))
         results, bodies = tuple(r for r, _ in left), tuple(b for _, b in left)
         return replace(statement, results=results, bodies=bodies)
+
+    def _count(self, dim: Dim, number: Mapping[Dim, int], rank: int) -> tuple[SSAValue, AffineMap]:
+        """An operand that holds the index of a dimension."""
+        values = self.e.dense(np.arange(dim.extent, dtype=np.int64))
+        return values, AffineMap(rank, 0, (AffineExpr.dimension(number[dim]),))
 
     def _extents(
         self,
