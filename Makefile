@@ -10,7 +10,8 @@
 #   make docs       the pages in docs/ as HTML, in site/
 #   make clean      remove what was built, .venv included
 #
-# Variables: PYTHON (3.11 or later, makes .venv), PYTEST_ARGS.
+# Variables: PYTHON (3.11 or later, makes .venv), PYTEST_ARGS, TESTS_CACHE (folder of modules that tests
+# have compiled, by default in the user's cache; empty: each process compiles its own).
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -62,16 +63,14 @@ test-firedrake: firedrake
 	    $(PYTEST) -n $(WORKERS) $(WITH_FIREDRAKE) $(PYTEST_ARGS)
 	fi
 
-# One launch for each number of processes: mpi-pytest alone would start one for each test. They share
-# what they compile. More processes than cores are wanted here, also by root.
+# One launch for each number of processes: mpi-pytest alone would start one for each test. More
+# processes than cores are wanted here, also by root.
 test-mpi: export OMP_NUM_THREADS := 1
 test-mpi: export OMPI_MCA_rmaps_base_oversubscribe := 1
 test-mpi: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 test-mpi: export OMPI_ALLOW_RUN_AS_ROOT := 1
 test-mpi: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 test-mpi: firedrake
-	export MPI_TESTS_CACHE=$$(mktemp -d)
-	trap 'rm -rf "$$MPI_TESTS_CACHE"' EXIT
 	$(PYTEST) -m 'parallel[1]' tests/mpi $(PYTEST_ARGS)
 	for processes in 2 3 4; do
 	    mpiexec -n $$processes $(PYTEST) -q -m "parallel[$$processes]" tests/mpi $(PYTEST_ARGS)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
+
+from pyop3_mlir.runtime.cache import Cache, user_cache_path
+
+KEPT_BYTES = 1 << 30
+KEPT_SECONDS = 14 * 24 * 3600.0
+"""What stays on disk of the modules that tests compile, and for how long."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,12 +27,30 @@ def _is_setting(name: str) -> bool:
     return name.startswith("PYOP3_MLIR_") and name != "PYOP3_MLIR_WHEELS"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def session_cache(tmp_path_factory, _no_settings_from_outside):
-    """Directory of the compile cache for all tests of this process: nothing survives the run."""
+@pytest.fixture(scope="session")
+def cache_root(tmp_path_factory):
+    """A new cache directory with the compiled modules of earlier runs.
+
+    All processes of all runs share ``modules`` in ``$TESTS_CACHE`` (by default in the user's cache;
+    where it is empty, nothing is shared). They are found by what they are made from. Nothing else
+    survives the run: choices of the tuner would change what is tested.
+    """
     path = tmp_path_factory.mktemp("cache")
-    os.environ["PYOP3_MLIR_CACHE_DIR"] = str(path)
-    yield path
+    kept = os.environ.get("TESTS_CACHE", str(user_cache_path() / "tests"))
+    if kept:
+        modules = Path(kept).expanduser().absolute() / "modules"
+        with contextlib.suppress(OSError):  # they are compiled anew then
+            modules.mkdir(parents=True, exist_ok=True)
+            Cache(modules).trim(KEPT_BYTES, KEPT_SECONDS)
+            (path / "modules").symlink_to(modules)
+    return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def session_cache(cache_root, _no_settings_from_outside):
+    """Set the cache directory of all tests of this process."""
+    os.environ["PYOP3_MLIR_CACHE_DIR"] = str(cache_root)
+    yield cache_root
     os.environ.pop("PYOP3_MLIR_CACHE_DIR", None)
 
 

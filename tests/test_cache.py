@@ -137,6 +137,36 @@ def test_verify_removes_what_dead_writers_left(cache):
     assert new.exists(), "its writer may still be at work"
 
 
+def with_ages(cache, **ages):
+    """Entries of ten bytes, beside key and header, that were written so many seconds ago."""
+    for key, age in ages.items():
+        cache.put(key, bytes(10))
+        then = time.time() - age
+        os.utime(cache.path(key), (then, then))
+    return cache.path(next(iter(ages))).stat().st_size
+
+
+def test_trim_removes_what_is_too_old(cache):
+    with_ages(cache, a=50.0, b=150.0, c=0.0)
+    assert cache.trim(size=10**6, age=100.0) == 1
+    assert {entry.key for entry in cache.list()} == {"a", "c"}
+
+
+def test_trim_removes_the_oldest_of_too_much(cache):
+    each = with_ages(cache, a=50.0, b=150.0, c=0.0)
+    assert cache.trim(size=2 * each, age=1000.0) == 1
+    assert {entry.key for entry in cache.list()} == {"a", "c"}
+    assert cache.trim(size=2 * each - 1, age=1000.0) == 1
+    assert {entry.key for entry in cache.list()} == {"c"}
+
+
+def test_trim_leaves_files_of_others_alone(cache):
+    with_ages(cache, a=50.0)
+    (cache.root / "notes.txt").write_text("mine")
+    assert cache.trim(size=0, age=0.0) == 1
+    assert [path.name for path in cache.root.iterdir()] == ["notes.txt"]
+
+
 def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     cache = Cache(tmp_path / "file" / "store")

@@ -1437,6 +1437,13 @@ def test_reductions_by_colour_need_one_thread():
         engine.compile(every_access("float64"), "cpu:2", Schedule("colour"))
 
 
+@pytest.fixture
+def nothing_compiled(cache_dir, monkeypatch):
+    """Empty caches of modules, on disk and in memory."""
+    monkeypatch.setattr(engine, "_executables", {})
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("strategy", ["in_order", "segmented"])
 def test_one_module_serves_a_hundred_cells_and_a_million(strategy):
     loop, expected = large_action(100, 70, INC)
@@ -1446,6 +1453,17 @@ def test_one_module_serves_a_hundred_cells_and_a_million(strategy):
     loop, expected = large_action(1_000_000, 500_000, INC)
     engine.compile(loop, "cpu", Schedule(strategy))()
     np.testing.assert_array_equal(loop.arguments[0].buffer, expected)
+    assert compilations() == before
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_module_serves_loops_of_any_name(monkeypatch):
+    loop, _ = large_action(100, 70, INC)
+    engine.compile(loop, "cpu", Schedule())
+    before = compilations()
+    monkeypatch.setattr(engine, "_executables", {})
+    named = Parloop(loop.kernel, loop.iteration_set, loop.arguments, "another")
+    engine.compile(named, "cpu", Schedule())
     assert compilations() == before
 
 

@@ -179,6 +179,33 @@ class Cache:
                     self._remove(path)
         return damaged
 
+    def trim(self, size: int, age: float) -> int:
+        """Remove entries that were written more than ``age`` seconds ago, then the oldest ones.
+
+        Parameters
+        ----------
+        size
+            Bytes that the files which stay may have together.
+        age
+            Seconds.
+
+        Returns
+        -------
+        int
+            How many entries were removed.
+        """
+        found = []
+        for path in self._files(SUFFIX):
+            with contextlib.suppress(OSError):  # another process removed it
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        removed, total, oldest = 0, 0, time.time() - age
+        for written, length, path in sorted(found, reverse=True):
+            total += length
+            if written < oldest or total > size:
+                removed += self._remove(path)
+        return removed
+
     def _files(self, suffix: str) -> Iterator[Path]:
         try:
             yield from sorted(path for path in self.root.iterdir() if path.suffix == suffix)

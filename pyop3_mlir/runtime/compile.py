@@ -48,9 +48,10 @@ def _versions() -> tuple[str, ...]:
         except PackageNotFoundError:
             return "unknown"
 
-    return tuple(
-        f"{name} {of(name)}" for name in ("pyop3_mlir", "iree-base-compiler", "iree-base-runtime")
-    )
+    # of a checkout the number says little; this file decides on flags
+    own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    names = ("pyop3_mlir", "iree-base-compiler", "iree-base-runtime")
+    return (*(f"{name} {of(name)}" for name in names), own)
 
 
 def module_key(content: str, device: Device) -> str:

@@ -194,6 +194,7 @@ def test_a_wrong_result_is_found(attach: Any, monkeypatch: Any) -> None:
         assemble(TestFunction(space()) * dx)
 
 
+@pytest.mark.usefixtures("cache_dir")
 def test_constants_and_functions_change_without_compiling(attach: Any) -> None:
     v = space()
     k, f = Constant(1.0), Function(v).assign(1.0)

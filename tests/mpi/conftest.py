@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,19 +20,14 @@ WAVES = (1.7, 2.9, 4.3)
 """Wave numbers of the fields that results are weighted with."""
 
 
-@pytest.fixture(autouse=True, scope="session")
-def session_cache(tmp_path_factory, _no_settings_from_outside):
-    """One compile cache for all processes of a launch, or of several launches one after another."""
-    path = os.environ.get("MPI_TESTS_CACHE") or str(tmp_path_factory.mktemp("cache"))
+@pytest.fixture(scope="session")
+def cache_root(cache_root):
+    """One cache directory for all processes of a launch."""
     try:
         from mpi4py import MPI
     except ImportError:
-        pass
-    else:
-        path = MPI.COMM_WORLD.bcast(path)
-    os.environ["PYOP3_MLIR_CACHE_DIR"] = path
-    yield path
-    os.environ.pop("PYOP3_MLIR_CACHE_DIR", None)
+        return cache_root
+    return MPI.COMM_WORLD.bcast(cache_root)
 
 
 @pytest.fixture(autouse=True)
