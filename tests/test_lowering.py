@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from builder import KernelBuilder, dims_of, entry, total
 from loops import every_access, random_loop
+from reference import run_parloop_reference
 from xdsl.dialects import memref
 from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.dialects.linalg.attrs import IteratorType
+from xdsl.dialects.linalg.ops import GenericOp
 
 from pyop3_mlir import engine
-from pyop3_mlir.kernels.program import Op, Scalar, Table
+from pyop3_mlir.kernels.program import IndexOf, Op, Scalar, Table
 from pyop3_mlir.lowering.build import operand_types
 from pyop3_mlir.lowering.dialects import print_module
 from pyop3_mlir.lowering.interface import local_bytes, segmented_arguments
@@ -74,7 +77,34 @@ def facet_loop():
     )
 
 
+def moments_loop(points=40, cells=21):
+    """Sums of six fields against one table, of which some go through another sum."""
+    k = KernelBuilder("moments")
+    y, x = k.argument(6, 2), k.argument(points)
+    rng = np.random.default_rng(8)
+    table, other = (
+        Table(rng.integers(-3, 4, shape).astype(float)) for shape in ((3, points), (2, 3))
+    )
+    (q,), (i, r), (j, s) = dims_of((points,)), dims_of((3, points)), dims_of((2, 3))
+    fields = k.compute(
+        (q,), *(Op("add", entry(x, q), Op("mul", Scalar(float(n)), entry(x, 0))) for n in range(6))
+    )
+    sums = k.compute((i,), *(Op("mul", entry(f, r), entry(table, i, r)) for f in fields), over=(r,))
+    again = k.compute(
+        (j,), *(Op("mul", entry(other, j, s), entry(v, s)) for v in reversed(sums)), over=(s,)
+    )
+    for n, value in enumerate(again):
+        k.output(y, value, (j,), Op("add", Scalar(2 * n), IndexOf(j)))
+    buffer = rng.integers(-4, 5, (cells, points)).astype(float)
+    return Parloop(
+        k.kernel(),
+        IterationSet(cells),
+        [Argument.direct(np.zeros((cells, 12)), INC), Argument.direct(buffer, READ)],
+    )
+
+
 LOOPS = {
+    "moments": moments_loop,
     "facet": facet_loop,
     "float64": lambda: every_access("float64"),
     "complex128": lambda: every_access("complex128"),
@@ -284,6 +314,25 @@ def test_what_does_not_vary_is_computed_once():
         for op in generics:
             assert isinstance(op.results[0].type, TensorType)
             assert list(op.results[0].type.get_shape()) == [3]
+
+
+@pytest.mark.parametrize(("points", "width"), [(40, 4), (4099, 8), (40, 1)])
+def test_moments_of_many_fields(points, width):
+    """More results than a tile has: stacked, also where points are worked through in strips."""
+    schedule = Schedule("in_order", "blocked", width, 4, 4)
+    ours, theirs = moments_loop(points), moments_loop(points)
+    for name, module in stages(ours.kernel, ours.spec, schedule):
+        if name == "stack-results":
+            operations = [op for op in module.walk() if isinstance(op, GenericOp)]
+            # what reads parts of a stack in another order stays
+            assert [len(op.outputs) for op in operations if _sums(op)] == [1, 6]
+    engine.compile(ours, "cpu", schedule)()
+    run_parloop_reference(theirs)
+    np.testing.assert_array_equal(ours.arguments[0].buffer, theirs.arguments[0].buffer)
+
+
+def _sums(op: GenericOp) -> bool:
+    return any(kind.data == IteratorType.REDUCTION for kind in op.iterator_types)
 
 
 def test_entries_by_facet():

@@ -81,6 +81,57 @@ def test_a_matrix_and_its_transpose_share_moments():
     assert len(use_low_rank(kernel).statements[0].results) == 1
 
 
+def jacobian(first, second, extra=False):
+    """What a Jacobian of two equations does: fields times one table at points, summed with one."""
+    k = KernelBuilder()
+    c, a, b = k.argument(40), k.argument(10, 10), k.argument(10, 10)
+    i, j, q = dims_of((10, 10, 40))
+    point, node = dims_of((40, 10))
+    bodies = (
+        Op("sub", Op("neg", entry(c, point)), Op("mul", entry(c, point), entry(c, point))),
+        Op("mul", entry(c, 0), entry(c, point)),
+    )
+    values = k.compute((point,), *bodies)
+    fields = k.compute(
+        (point, node),
+        Op(
+            "sub",
+            product(entry(second, node, point), entry(values[0], point)),
+            product(entry(values[1], point), entry(second, node, point)),
+        ),
+        product(entry(values[1], point), entry(second, node, point)),
+    )
+    sums = (
+        Op("neg", product(entry(first, i, q), entry(fields[0], q, j))),
+        product(entry(first, j, q), entry(fields[1], q, i)),
+    )
+    for argument, value in zip((a, b), k.compute((i, j), *sums, over=(q,)), strict=True):
+        k.output(argument, value)
+    if extra:
+        kept = k.argument(40, 10)
+        k.output(kept, fields[0])
+    return k.kernel()
+
+
+def test_products_of_tables():
+    """The fields are not computed any more: moments of what is the same for all functions are."""
+    kernel = jacobian(FIRST, SECOND)
+    changed = use_low_rank(kernel)
+    assert not any(40 in r.shape and 10 in r.shape for s in changed.statements for r in s.results)
+    (moments,) = (s for s in changed.statements if s.reductions and s.reductions[0].extent == 40)
+    assert moments.dims[0].extent <= 9
+    assert len(moments.results) == 2
+    assert_cheaper(kernel, 4)
+
+
+def test_fields_that_are_needed_elsewhere_stay():
+    kernel = jacobian(FIRST, SECOND, extra=True)
+    assert any(
+        40 in r.shape and 10 in r.shape for s in use_low_rank(kernel).statements for r in s.results
+    )
+    assert_cheaper(kernel, 5)
+
+
 @pytest.mark.parametrize("table", [FULL, Table(FULL.values[:, :12] * 1.0)])
 def test_tables_of_full_rank_stay(table):
     k = KernelBuilder()

@@ -40,6 +40,7 @@ from pyop3_mlir.kernels.program import (
     Table,
     Temporary,
     postorder,
+    rebuild,
 )
 from pyop3_mlir.kernels.rank import use_low_rank
 from pyop3_mlir.kernels.weights import fold_weights
@@ -894,7 +895,7 @@ class Builder:
                         hoisted[node] = load
                         pending.append(self.definitions[load.source])
                 boundary[node] = hoisted[node]
-            definition.body = _rebuild(definition.body, boundary)
+            definition.body = rebuild(definition.body, boundary)
 
     def _whole(self, temporary: Temporary) -> Expr:
         return Load(temporary, [IndexOf(dim) for dim in self.definitions[temporary].dims])
@@ -952,7 +953,7 @@ class Builder:
             for number in users[node]:
                 for definition in groups[number]:
                     if definition.temporary is not load.source:
-                        definition.body = _rebuild(definition.body, {node: load})
+                        definition.body = rebuild(definition.body, {node: load})
         return bool(chosen)
 
 
@@ -1053,30 +1054,6 @@ def _is_inlined(load: Load, used: Definition, user: Definition) -> bool:
     )
 
 
-def _rebuild(root: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
-    known: dict[Expr, Expr] = {}
-    stack: list[tuple[Expr, bool]] = [(root, False)]
-    while stack:
-        node, done = stack.pop()
-        if node in known:
-            continue
-        if node in replaced:
-            known[node] = replaced[node]
-        elif not done:
-            stack.append((node, True))
-            stack.extend((child, False) for child in node.children)
-        else:
-            children = tuple(known[child] for child in node.children)
-            if children == node.children:
-                known[node] = node
-            elif isinstance(node, Load):
-                known[node] = Load(node.source, children)
-            else:
-                assert isinstance(node, Op)
-                known[node] = Op(node.name, *children, dtype=node.dtype)
-    return known[root]
-
-
 def _computes(
     groups: Sequence[Sequence[Definition]], roots: Iterable[Temporary]
 ) -> tuple[Compute, ...]:
@@ -1089,7 +1066,7 @@ def _computes(
         for definition in group:
             loads = [n for n in postorder([definition.body]) if isinstance(n, Load)]
             needed |= {load.source for load in loads if load.source not in own}
-            bodies[definition.temporary] = _rebuild(
+            bodies[definition.temporary] = rebuild(
                 definition.body,
                 {load: bodies[load.source] for load in loads if load.source in own},
             )

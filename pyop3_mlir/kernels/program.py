@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
@@ -41,6 +41,7 @@ __all__ = [
     "Table",
     "Temporary",
     "postorder",
+    "rebuild",
 ]
 
 INDEX = np.dtype(np.int64)
@@ -351,6 +352,31 @@ def postorder(roots: Iterable[Expr]) -> Iterator[Expr]:
             else:
                 stack.append((node, True))
                 stack.extend((child, False) for child in reversed(node.children))
+
+
+def rebuild(root: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
+    """The expression with others in place of some of its parts."""
+    known: dict[Expr, Expr] = {}
+    stack: list[tuple[Expr, bool]] = [(root, False)]
+    while stack:
+        node, done = stack.pop()
+        if node in known:
+            continue
+        if node in replaced:
+            known[node] = replaced[node]
+        elif not done:
+            stack.append((node, True))
+            stack.extend((child, False) for child in node.children)
+        else:
+            children = tuple(known[child] for child in node.children)
+            if children == node.children:
+                known[node] = node
+            elif isinstance(node, Load):
+                known[node] = Load(node.source, children)
+            else:
+                assert isinstance(node, Op)
+                known[node] = Op(node.name, *children, dtype=node.dtype)
+    return known[root]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,17 @@ of its test functions' derivatives has dimensions: the gradients of P2 on tetrah
 four numbers say what they are at any number of points. Sums over points, which are what such a
 kernel spends its time on, are taken with a basis of that space instead of every basis function's
 derivatives, and the basis functions follow from them by small products.
+
+The same holds for products of two tables: where a sum over points is that of a table times a field
+that is itself a table times something, as in every Jacobian, the moments of that something are
+taken with a basis of the products (ten functions for two linear tables), and what one basis
+function gives with another follows from them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +30,11 @@ from pyop3_mlir.kernels.program import (
     IndexOf,
     Load,
     LocalKernel,
+    Source,
     Table,
     Temporary,
     postorder,
+    rebuild,
 )
 
 __all__ = ["use_low_rank"]
@@ -40,43 +47,71 @@ _LEAST = 1e-6
 # How near to the tables their sums of basis functions must come.
 _CLOSE = 1e-13
 # Numbers in the tables: beyond this their decomposition would take a second.
-_LARGEST = 200_000
+_LARGEST = 500_000
 # The work that must be left at most.
 _GAIN = 0.75
 
 
 def use_low_rank(kernel: LocalKernel) -> LocalKernel:
     """Return the kernel with sums over fewer functions; the same one where there are none."""
-    statements: list[Compute] = []
-    for statement in kernel.statements:
-        statements += _split(statement)
-    if len(statements) == len(kernel.statements):
-        return kernel
-    result = replace(kernel, statements=tuple(statements))
-    result.validate()
+    result = kernel
+    for split in (_split, _multiply):
+        fields = _fields(result)
+        parts = [part for each in result.statements for part in split(each, fields)]
+        if len(parts) == len(result.statements):
+            continue
+        changed = replace(result, statements=_needed(parts, {o.value for o in kernel.outputs}))
+        if changed.count_flops() < result.count_flops():
+            result = changed
+    if result is not kernel:
+        result.validate()
     return result
+
+
+_Fields = Mapping[Source, tuple[Compute, Expr]]
+
+
+def _fields(kernel: LocalKernel) -> _Fields:
+    """What is computed entry by entry: its statement and its body."""
+    return {
+        result: (statement, body)
+        for statement in kernel.statements
+        if not statement.reductions
+        for result, body in zip(statement.results, statement.bodies, strict=True)
+    }
+
+
+def _needed(statements: Sequence[Compute], roots: Iterable[Source]) -> tuple[Compute, ...]:
+    """The statements without results that nothing uses any more."""
+    needed = set(roots)
+    kept: list[Compute] = []
+    for statement in reversed(statements):
+        pairs = zip(statement.results, statement.bodies, strict=True)
+        own = {result: body for result, body in pairs if result in needed}
+        needed |= {n.source for n in postorder(own.values()) if isinstance(n, Load)}
+        if len(own) == len(statement.results):
+            kept.append(statement)
+        elif own:
+            kept.append(replace(statement, results=tuple(own), bodies=tuple(own.values())))
+    return tuple(reversed(kept))
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of a sum: an entry of a table ``[short, long]`` times something.
-
-    ``transposed`` says that the table has its axes in the other order.
-    """
+    """A term of a sum: an entry of a table ``[shorts..., long]`` times something."""
 
     negative: bool
     table: Table
-    short: Dim
-    transposed: bool
+    shorts: tuple[Dim, ...]
     rest: Expr
 
     @property
-    def values(self) -> Matrix:
-        """``[short, long]``."""
-        return self.table.values.T if self.transposed else self.table.values
+    def rows(self) -> Matrix:
+        """The table as ``[all of shorts, long]``."""
+        return self.table.values.reshape(-1, self.table.shape[-1])
 
 
-def _split(statement: Compute) -> list[Compute]:
+def _split(statement: Compute, _: _Fields) -> list[Compute]:
     """The statement, or several that do the same with less work."""
     if len(statement.reductions) != 1 or any(r.dtype != np.float64 for r in statement.results):
         return [statement]
@@ -84,16 +119,50 @@ def _split(statement: Compute) -> list[Compute]:
     for long in (reduced, *statement.dims):
         bodies = [_terms(body, long) for body in statement.bodies]
         terms = [term for body in bodies for term in body]
-        if not all(bodies) or len({t.table.dtype for t in terms}) != 1:
-            continue
-        shorts = {term.short for term in terms}
-        if any(short.extent >= long.extent for short in shorts):
+        if not all(bodies) or any(len(term.rows) >= long.extent for term in terms):
             continue
         if long is reduced:
             return _sum(statement, bodies, long)
-        if shorts == {reduced}:
+        if {term.shorts for term in terms} == {(reduced,)}:
             return _expand(statement, bodies, reduced, long)
     return [statement]
+
+
+def _multiply(statement: Compute, fields: _Fields) -> list[Compute]:
+    """The statement, or several in which fields that are sums of tables are no more needed."""
+    if len(statement.reductions) != 1 or any(r.dtype != np.float64 for r in statement.results):
+        return [statement]
+    (long,) = statement.reductions
+    bodies = []
+    for body in statement.bodies:
+        products = [_products(term, long, fields) for term in _terms(body, long)]
+        if not products or not all(products):
+            return [statement]
+        bodies.append([term for group in products for term in group])
+    return _sum(statement, bodies, long)
+
+
+def _products(term: _Term, long: Dim, fields: _Fields) -> list[_Term]:
+    """The terms of a table times a field that is a sum of tables times something; or none."""
+    load = term.rest
+    if not is_named(load) or not isinstance(load, Load) or load.source not in fields:
+        return []
+    definition, body = fields[load.source]
+    names = dict(zip(definition.dims, _dims(load), strict=True))
+    if long not in names.values():
+        return []
+    found = []
+    for inner in _terms(body, next(own for own, name in names.items() if name is long)):
+        shorts = tuple(names[dim] for dim in inner.shorts)
+        size = len(term.rows) * inner.table.size
+        if size > _LARGEST or any(s in term.shorts or _varies(inner.rest, s) for s in shorts):
+            return []
+        rows = term.rows[:, None, :] * inner.rows
+        extents = [dim.extent for dim in (*term.shorts, *shorts, long)]
+        rest = rebuild(inner.rest, {IndexOf(own): IndexOf(name) for own, name in names.items()})
+        negative = term.negative != inner.negative
+        found.append(_Term(negative, Table(rows.reshape(extents)), term.shorts + shorts, rest))
+    return found
 
 
 def _terms(body: Expr, long: Dim) -> list[_Term]:
@@ -101,18 +170,19 @@ def _terms(body: Expr, long: Dim) -> list[_Term]:
     found = []
     for negative, node in terms_of(body):
         factors = factors_of(node)
-        tables = [f for f in factors if is_table(f) and len(f.children) == 2]
+        tables = [f for f in factors if is_table(f) and len(f.children) > 1]
         if len(tables) != 1 or len(factors) < 2:
             return []
         (load,) = tables
         assert isinstance(load, Load)
         assert isinstance(load.source, Table)
         own = _dims(load)
-        if long not in own:
+        if long not in own or load.dtype != np.float64:
             return []
         factors.remove(load)
-        (short,) = (dim for dim in own if dim is not long)
-        found.append(_Term(negative, load.source, short, own[0] is long, product_of(factors)))
+        values = np.moveaxis(load.source.values, own.index(long), -1)
+        shorts = tuple(dim for dim in own if dim is not long)
+        found.append(_Term(negative, Table(values), shorts, product_of(factors)))
     return found
 
 
@@ -120,7 +190,7 @@ def _sum(statement: Compute, bodies: Sequence[Sequence[_Term]], long: Dim) -> li
     """A sum over points: first with the polynomials, then for each basis function."""
     terms = [term for body in bodies for term in body]
     basis = _Basis.of(terms, long)
-    if basis is None or any(_varies(term.rest, term.short) for term in terms):
+    if basis is None or any(_varies(term.rest, short) for term in terms for short in term.shorts):
         return [statement]
     moments = _Moments(basis, long)
     second = [
@@ -171,12 +241,12 @@ class _Basis:
 
     rank: Dim
     table: Table
-    tables: dict[tuple[Table, bool], Table]
+    tables: dict[Table, Table]
 
     @classmethod
     def of(cls, terms: Sequence[_Term], long: Dim) -> _Basis | None:
         """The smallest basis; None where the tables have full rank, or none that is clear."""
-        tables = {(term.table, term.transposed): term.values for term in terms}
+        tables = {term.table: term.rows for term in terms}
         stacked = np.vstack(list(tables.values()))
         if not 0 < stacked.size <= _LARGEST or not np.isfinite(stacked).all():
             return None
@@ -189,14 +259,16 @@ class _Basis:
         coefficients = stacked @ basis[:rank].T / scale
         if np.abs(coefficients @ functions - stacked).max() > _CLOSE * np.abs(stacked).max():
             return None
-        rows = np.cumsum([len(values) for values in tables.values()])[:-1]
-        parts = [Table(part) for part in np.split(coefficients, rows)]
+        ends = np.cumsum([len(values) for values in tables.values()])[:-1]
+        parts = [
+            Table(part.reshape(*table.shape[:-1], rank))
+            for table, part in zip(tables, np.split(coefficients, ends), strict=True)
+        ]
         return cls(Dim("r", rank), Table(functions), dict(zip(tables, parts, strict=True)))
 
     def coefficient(self, term: _Term) -> Expr:
         """How much of each function is in the term's entry."""
-        table = self.tables[term.table, term.transposed]
-        return Load(table, [IndexOf(term.short), IndexOf(self.rank)])
+        return Load(self.tables[term.table], [IndexOf(dim) for dim in (*term.shorts, self.rank)])
 
     def value(self, long: Dim) -> Expr:
         """The functions at the points."""

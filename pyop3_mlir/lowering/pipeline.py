@@ -39,6 +39,7 @@ from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
 from pyop3_mlir.lowering.passes.relax_atomics import RelaxAtomicsPass
+from pyop3_mlir.lowering.passes.stack_results import StackResultsPass
 from pyop3_mlir.lowering.passes.strip_mine import StripMinePass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
 from pyop3_mlir.lowering.passes.unroll_scatter import UnrollScatterPass
@@ -80,6 +81,7 @@ def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[Modu
         batching,
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
+        StackResultsPass(schedule.tile),
         StripMinePass(),
         VectorisePass(schedule.tile, schedule.unroll),
         UnrollScatterPass(schedule.width, limit=64 + 5 * schedule.unroll),

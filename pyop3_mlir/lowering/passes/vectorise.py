@@ -250,7 +250,8 @@ class _Nest:
             self._parallel(e, {}, self._order())
         self.op.detach()
         self.op.erase()
-        for fill in self.fills:
+        # results that are stacked on each other are cleared by one
+        for fill in dict.fromkeys(self.fills):
             if fill is not None:
                 fill.detach()
                 fill.erase()
