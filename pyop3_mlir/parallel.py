@@ -44,6 +44,7 @@ __all__ = [
     "local_rank",
     "place",
     "placement",
+    "raise_first",
     "share",
     "together",
     "world",
@@ -267,10 +268,21 @@ def _attempt(action: Callable[[], T]) -> tuple[Exception | None, T | None]:
 def _raise_together(comm: Any, error: Exception | None) -> None:
     first = int(_least(comm, [comm.size if error is None else comm.rank])[0])
     if first < comm.size:
-        _raise_first(comm, first, error)
+        raise_first(comm, first, error)
 
 
-def _raise_first(comm: Any, first: int, error: Exception | None) -> None:
+def raise_first(comm: Any, first: int, error: Exception | None) -> None:
+    """Raise what failed on process ``first`` on all of them, which know that it did. Collective.
+
+    Parameters
+    ----------
+    comm
+        The communicator.
+    first
+        The lowest process that failed.
+    error
+        This process's own error, if any.
+    """
     told = comm.bcast(_described(error, first), root=first)
     raise error if comm.rank == first and error is not None else told
 
@@ -295,7 +307,7 @@ def _compare(comm: Any, error: Exception | None, proposal: Proposal | None) -> t
         comm, [comm.size if error is None else comm.rank, int(ready), order]
     )
     if first < comm.size:
-        _raise_first(comm, first, error)
+        raise_first(comm, first, error)
     return bool(all_ready), (1 << 24) - 1 - (-largest & (1 << 24) - 1)
 
 
@@ -440,7 +452,7 @@ class _Council:
             self.comm, [self.comm.size if error is None else self.comm.rank, -int(seconds * 1e12)]
         )
         if first < self.comm.size:
-            _raise_first(self.comm, first, error)
+            raise_first(self.comm, first, error)
         self.elapsed -= slowest / 1e12
         return result
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
 from pyop3_mlir.frontends.stack import Stack
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
+
+if TYPE_CHECKING:
+    from pyop3_mlir.engine import BoundLoop
 
 __all__ = ["Backend", "Entry", "VerificationError", "attach", "attached", "detach"]
 
@@ -99,6 +102,22 @@ class Entry:
 
 
 @dataclass(eq=False)
+class _Call:
+    """What runs a loop: over all entities, or over the core and over the others."""
+
+    main: BoundLoop
+    border: BoundLoop | None = None
+
+    def __call__(self, start: int, stop: int) -> None:
+        if self.border is None:
+            self.main(start, stop)
+            return
+        core = self.main.parloop.iteration_set.size
+        self.main(min(start, core), min(stop, core))
+        self.border(max(start, core) - core, max(stop, core) - core)
+
+
+@dataclass(eq=False)
 class _Bound:
     """A loop bound to its data, kept with the PyOP2 loop it was made for."""
 
@@ -108,7 +127,8 @@ class _Bound:
     lgmaps: tuple[int, ...]
     keep: tuple[Any, ...] = ()
     reading: Any = None
-    call: Callable[[int, int], None] | None = None
+    call: _Call | None = None
+    error: Exception | None = None
     calls: int = 0
     seconds: float = 0.0
     left: float = 0.0
@@ -116,7 +136,7 @@ class _Bound:
 
     def release(self) -> None:
         """Let go of the data and of what runs on it."""
-        self.backend = self.reading = self.call = None
+        self.backend = self.reading = self.call = self.error = None
         self.data = self.keep = ()
 
 
@@ -263,11 +283,19 @@ class Backend:
 
         with loop._compute_event():
             PETSc.Log.logFlops(part.size * loop.num_flops)
-            start, stop = bound.reading.range(part)
-            if start < stop:
-                bound.reading.run(bound.call, start, stop, loop)
+            reading = bound.reading
+            start, stop = reading.range(part)
+            if start < stop and bound.error is None:
+                try:
+                    reading.run(bound.call, start, stop, loop)
+                except Exception as error:
+                    if not reading.shares:
+                        raise
+                    # other processes wait for what this one has of the matrix: they have to know
+                    bound.error = error
             if part is not loop.iterset.core_part:
-                bound.reading.finish()
+                failed, bound.error = bound.error, None
+                reading.finish(failed)
 
     def _fits(self, bound: _Bound, loop: Any) -> bool:
         """Whether the data is still what the loop was bound to."""
@@ -281,9 +309,15 @@ class Backend:
         """Bind a loop again where memory has moved. That may be so on one process only."""
         from pyop3_mlir.engine import BoundLoop
 
+        reading = bound.reading = bound.reading.plan.bind(loop)
         call: Any = bound.call
-        bound.reading = bound.reading.plan.bind(loop)
-        bound.call = BoundLoop(bound.reading.parloop, call.schedule, call.device, call.reason)
+
+        def again(old: BoundLoop | None, parloop: Any) -> Any:
+            if old is None:
+                return None
+            return BoundLoop(parloop, old.schedule, old.device, old.reason)
+
+        bound.call = _Call(again(call.main, reading.parloop), again(call.border, reading.border))
 
     def _prepare(self, loop: Any) -> _Bound:
         data = _carriers(loop)
@@ -295,10 +329,9 @@ class Backend:
         reason = ""
         try:
             # fails on all processes or on none: the original code is compiled collectively too
-            bound.reading, compiled = self._bind(loop, data, lgmaps)
-            bound.call = compiled
-            entry.strategy = str(compiled.schedule)
-            entry.reason = compiled.reason
+            bound.reading, bound.call = self._bind(loop, data, lgmaps)
+            entry.strategy = str(bound.call.main.schedule)
+            entry.reason = bound.call.main.reason
         except Exception as error:
             reason = str(error) or type(error).__name__
             if not isinstance(error, UnsupportedLoopError):
@@ -314,7 +347,7 @@ class Backend:
                 log.warning("loop %s runs through PyOP2: %s", name, entry.reason)
         return bound
 
-    def _bind(self, loop: Any, data: Sequence[Any], lgmaps: tuple[int, ...]) -> tuple[Any, Any]:
+    def _bind(self, loop: Any, data: Sequence[Any], lgmaps: tuple[int, ...]) -> tuple[Any, _Call]:
         """The loop on its data: bound before, scheduled before, or new. Collective."""
         from pyop3_mlir.frontends.pyop2 import plan_for
         from pyop3_mlir.parallel import Proposal
@@ -322,23 +355,27 @@ class Backend:
         key = (id(self), *map(id, data), lgmaps)
         plan: Any = None
         reading: Any = None
+        known: Any = None
 
         def propose() -> Proposal:
-            nonlocal plan, reading
+            nonlocal plan, reading, known
             plan = plan_for(loop, self._importers)
-            reading, bound, _ = plan.bindings.get(key, (None, None, None))
+            reading, known, _ = plan.bindings.get(key, (None, None, None))
             if reading is not None and reading.current():
-                return Proposal(reading.parloop, bound.schedule, bound.reason, bound)
-            reading = plan.bind(loop)
+                main = known.main
+                return Proposal(reading.parloop, main.schedule, main.reason, main)
+            reading, known = plan.bind(loop), None
             # on other data than before no new choice is made
             _, schedule, reason = plan.schedules.get(id(self), (None, None, ""))
             return self._proposal(reading, schedule, reason)
 
-        call = self._compile(loop, propose)
-        if call is plan.bindings.get(key, (None, None))[1]:
-            return reading, call
+        main = self._compile(loop, propose)
+        border = self._compile_border(loop, reading, main, known)
+        if known is not None and known.main is main and known.border is border:
+            return reading, known
+        call = _Call(main, border)
         self._plans.add(plan)
-        plan.schedules[id(self)] = (self, call.schedule, call.reason)
+        plan.schedules[id(self)] = (self, main.schedule, main.reason)
 
         def forget(_: Any) -> None:
             plan.bindings.pop(key, None)
@@ -384,6 +421,16 @@ class Backend:
         from pyop3_mlir import parallel
 
         return parallel.compile(loop.comm, propose, options=choosing(self.options, tune))
+
+    def _compile_border(self, loop: Any, reading: Any, main: Any, known: Any = None) -> Any:
+        """Compile what is left of a loop of which ``main`` runs the core only. Collective."""
+        from pyop3_mlir.parallel import Proposal
+
+        if reading.border is None:
+            return None
+        bound = None if known is None else known.border
+        proposal = Proposal(reading.border, main.schedule, main.reason, bound)
+        return self._compile(loop, lambda: proposal)
 
     def _tune_if_hot(self, bound: _Bound, loop: Any) -> None:
         """Choose the schedule of a loop by measurement where it has run often and long."""
@@ -431,7 +478,7 @@ class Backend:
         reading = bound.reading
         compiled = self._compile(loop, lambda: self._proposal(reading, schedule), tune=True)
         reading.plan.schedules[id(self)] = (self, compiled.schedule, compiled.reason)
-        bound.call = compiled
+        bound.call = _Call(compiled, self._compile_border(loop, reading, compiled))
         bound.entry.strategy = str(compiled.schedule)
         bound.entry.reason = compiled.reason
         return compiled

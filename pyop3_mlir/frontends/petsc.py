@@ -187,6 +187,9 @@ class DistributedValues:
 
     def __init__(self, mat: Any) -> None:
         self.mat = mat
+        self._handle = mat.handle
+        # asked for at each call of a loop, so they are made once
+        self._pointers = [ctypes.c_void_p() for _ in range(5)]
         self._parts = self._find_parts()
         patterns = [_row_pattern(part) for part in self._parts[:2]]
         self._addresses = self._find_addresses()
@@ -228,23 +231,21 @@ class DistributedValues:
         return np.where(columns < 0, -1, local).astype(np.int64)
 
     def _find_parts(self) -> tuple[int, int, int]:
-        found = [ctypes.c_void_p() for _ in range(3)]
-        arguments = [ctypes.byref(pointer) for pointer in found]
-        _check(library().MatMPIAIJGetSeqAIJ(self.mat.handle, *arguments), "MatMPIAIJGetSeqAIJ")
-        first, second, columns = (pointer.value or 0 for pointer in found)
-        return first, second, columns
+        first, second, columns = self._pointers[:3]
+        _check(
+            library().MatMPIAIJGetSeqAIJ(
+                self._handle, ctypes.byref(first), ctypes.byref(second), ctypes.byref(columns)
+            ),
+            "MatMPIAIJGetSeqAIJ",
+        )
+        return first.value or 0, second.value or 0, columns.value or 0
 
     def _find_addresses(self) -> tuple[int, int]:
-        found = []
-        for part in self._parts[:2]:
-            pointer = ctypes.c_void_p()
-            _check(library().MatSeqAIJGetArray(part, ctypes.byref(pointer)), "MatSeqAIJGetArray")
-            found.append(pointer.value or 0)
-            _check(
-                library().MatSeqAIJRestoreArray(part, ctypes.byref(pointer)),
-                "MatSeqAIJRestoreArray",
-            )
-        return found[0], found[1]
+        get = library().MatSeqAIJGetArray
+        first, second = self._pointers[3:]
+        _check(get(self._parts[0], ctypes.byref(first)), "MatSeqAIJGetArray")
+        _check(get(self._parts[1], ctypes.byref(second)), "MatSeqAIJGetArray")
+        return first.value or 0, second.value or 0
 
     def current(self) -> bool:
         """Whether the values still lie where ``arrays`` point."""
@@ -252,7 +253,11 @@ class DistributedValues:
 
     def changed(self) -> None:
         """Tell PETSc that the values have changed."""
-        self._find_addresses()  # marks the parts
+        self._find_addresses()
+        restore = library().MatSeqAIJRestoreArray
+        # marks the parts
+        for part, pointer in zip(self._parts, self._pointers[3:], strict=False):
+            _check(restore(part, ctypes.byref(pointer)), "MatSeqAIJRestoreArray")
         self.mat.stateIncrease()
 
 

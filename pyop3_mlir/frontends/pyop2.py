@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.frontends.distributed import Entries, Share, find_entries, halves
 from pyop3_mlir.frontends.petsc import BATCH, DistributedValues, MatrixValues, nonzero_state
 from pyop3_mlir.kernels.loopy import Intent, Part, import_once
 from pyop3_mlir.kernels.program import Load, LocalKernel, postorder
@@ -366,7 +367,6 @@ class Plan:
         elements: list[Elements] = []
         copies: list[tuple[Any, int]] = []
         globals_: list[tuple[int, Array, bool]] = []
-        shares: dict[int, Share] = {}
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
         for place, formal in zip(self.places, self.kernel.arguments, strict=True):
@@ -388,14 +388,9 @@ class Plan:
                     )
                 )
                 continue
-            share = _share_of(place, data, shares)
-            if share is not None:
-                # its buffer is made when all that goes into it is known
-                assert place.access is not None
-                block = data if place.field is None else _block(data, place.field)
-                visited = self.iteration.iteration_set
-                number = share.add(place.matrix, block, visited, place.access)
-                arguments.append((share, number, place))
+            if _is_distributed(place, data):
+                # where its entries go depends on all arguments that are matrices
+                arguments.append(None)
                 continue
             if place.matrix is not None:
                 pieces = sum(output.argument is formal for output in self.kernel.outputs)
@@ -427,14 +422,18 @@ class Plan:
                     place.name,
                 )
             )
-        arguments = [
-            a[0].argument(a[1], a[2].access, a[2].name) if isinstance(a, tuple) else a
-            for a in arguments
-        ]
-        parloop = Parloop(self.kernel, self.iteration.iteration_set, arguments, self.name)
+        iterations = self.iteration.iteration_set
+        shares: tuple[Share, ...] = ()
+        border = None
+        if any(argument is None for argument in arguments):
+            core, shares, pairs = _shares_of(self.places, loop, iterations)
+            replaced = [p if a is None else None for a, p in zip(arguments, pairs, strict=True)]
+            parloop, border = halves(self.kernel, iterations, arguments, replaced, core, self.name)
+        else:
+            parloop = Parloop(self.kernel, iterations, arguments, self.name)
         return Reading(
             parloop, self, tuple(matrices), tuple(elements), tuple(copies), tuple(globals_),
-            tuple(shares.values()),
+            shares, border,
         )  # fmt: skip
 
 
@@ -494,7 +493,7 @@ class Reading:
     Attributes
     ----------
     parloop
-        The loop, on PyOP2's memory.
+        The loop, on PyOP2's memory; where matrices are distributed, its core alone.
     plan
         What it was made from.
     matrices
@@ -507,6 +506,8 @@ class Reading:
         Number of PyOP2's argument, our own array for it, and whether the loop changes it.
     shares
         Distributed matrices; :meth:`finish` hands over what has been computed of them.
+    border
+        Where there are some, the loop over the entities that are not in ``parloop``.
     """
 
     parloop: Parloop
@@ -516,6 +517,7 @@ class Reading:
     copies: tuple[tuple[Any, int], ...] = ()
     globals: tuple[tuple[int, Array, bool], ...] = ()
     shares: tuple[Share, ...] = ()
+    border: Parloop | None = None
 
     def current(self) -> bool:
         """Whether memory and copies are still what they were."""
@@ -554,10 +556,13 @@ class Reading:
         for matrix in self.matrices:
             matrix.changed()
 
-    def finish(self) -> None:
-        """Hand over what several runs have gathered, after the last of them."""
+    def finish(self, error: Exception | None = None) -> None:
+        """Hand over what several runs have gathered, after the last of them.
+
+        Collective where there are ``shares``: all processes raise where one of them has an error.
+        """
         for share in self.shares:
-            share.close()
+            share.close(error)
 
 
 def _buffer(data: Any, number: int | None) -> Array:
@@ -902,136 +907,83 @@ def _bind_elements(
     return argument, Elements(handle, place.matrix, values, place.access, access is INC)
 
 
-@dataclass(eq=False)
-class Share:
-    """What a process computes of a distributed matrix, gathered before PETSc gets it.
-
-    Values of rows of this process have the place that they have in PETSc's two arrays; behind them
-    are the entries of other processes' rows, each once, which PETSc sends.
-
-    Attributes
-    ----------
-    values
-        Of this process's rows.
-    """
-
-    values: DistributedValues
-    holder: Any
-    parts: list[tuple[_Matrix, IndexTable, _Foreign, int]] = field(default_factory=list)
-    access: Access = INC
-    buffer: Array | None = None
-    pending: bool = False
-
-    def add(self, matrix: Any, block: Any, visited: IterationSet, access: Access) -> int:
-        """Take in a block of the matrix; returns its number."""
-        base = sum(foreign.size for _, _, foreign, _ in self.parts)
-        table, foreign = _shared_positions(matrix, block, self.holder, self.values, visited, base)
-        self.parts.append((matrix, table, foreign, base))
-        self.access = access
-        return len(self.parts) - 1
-
-    def argument(self, number: int, access: Access, name: str) -> Argument:
-        """The argument of the loop for a block, when all blocks are known."""
-        if self.buffer is None:
-            self.buffer = self._memory(
-                self.values.size + sum(foreign.size for _, _, foreign, _ in self.parts)
-            )
-        matrix, table, _, _ = self.parts[number]
-        return Argument.matrix(self.buffer, access, table, matrix.rows, name=name)
-
-    def _memory(self, size: int) -> Array:
-        # between loops it holds nothing, so the loops on one matrix have it in common
-        from pyop3_mlir.runtime.executable import aligned_empty
-
-        cache = _identity_cache(self.holder)
-        found = cache.get("share")
-        if found is None or found.size < size:
-            found = cache["share"] = aligned_empty(size, self.values.arrays[0].dtype)
-        result: Array = found[:size]
-        return result
-
-    def open(self) -> None:
-        """Begin to gather, where it has not begun."""
-        if not self.pending:
-            assert self.buffer is not None
-            self.buffer[...] = 0
-            self.pending = True
-
-    def close(self) -> None:
-        """Give PETSc what has been gathered."""
-        from petsc4py import PETSc
-
-        if not self.pending:
-            return
-        self.pending = False
-        assert self.buffer is not None
-        adds = self.access is INC
-        start = 0
-        for array in self.values.arrays:
-            own = self.buffer[start : start + array.size]
-            if adds:
-                np.add(array, own, out=array)
-            else:
-                touched = self._touched(start, start + array.size)
-                array[touched] = own[touched]
-            start += array.size
-        self.values.changed()
-        mode = PETSc.InsertMode.ADD_VALUES if adds else PETSc.InsertMode.INSERT_VALUES
-        for _, _, foreign, base in self.parts:
-            if foreign.size:
-                values = self.buffer[start + base : start + base + foreign.size]
-                self.values.mat.setValuesIJV(
-                    foreign.indptr, foreign.columns, values, addv=mode, rowmap=foreign.rows
-                )
-
-    def _touched(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        found = np.zeros(stop - start, dtype=bool)
-        for _, table, _, _ in self.parts:
-            inside = table.values[(table.values >= start) & (table.values < stop)]
-            found[inside - start] = True
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Foreign:
-    """Entries of other processes' rows: global rows, and columns of each row (CSR)."""
-
-    rows: Array
-    indptr: Array
-    columns: Array
-
-    @property
-    def size(self) -> int:
-        return int(self.columns.size)
-
-
-def _share_of(place: Place, mat: Any, shares: dict[int, Share]) -> Share | None:
-    """What gathers the matrix of an argument, where it is one that can be."""
+def _is_distributed(place: Place, mat: Any) -> bool:
+    """Whether an argument is a matrix of which a process has only some rows."""
     if place.matrix is None:
-        return None
+        return False
     block = mat if place.field is None else _block(mat, place.field)
     holder = getattr(block, "_parent", block)
-    if block.handle.getType() == "is" or holder.handle.getType() != "mpiaij":
-        return None
-    if id(holder) not in shares:
-        cache = _identity_cache(holder)
-        state = nonzero_state(holder.handle)
-        found = cache.get("distributed")
-        if found is None or found[0] != state or not found[1].current():
-            found = cache["distributed"] = (state, DistributedValues(holder.handle))
-        shares[id(holder)] = Share(found[1], holder)
-    return shares[id(holder)]
+    return bool(block.handle.getType() != "is" and holder.handle.getType() == "mpiaij")
 
 
-def _shared_positions(
+Pair = tuple[Argument, Argument]
+
+
+def _shares_of(
+    places: Sequence[Place], loop: Any, visited: IterationSet
+) -> tuple[int, tuple[Share, ...], list[Pair | None]]:
+    """Distributed matrices of a loop.
+
+    Returns
+    -------
+    core : int
+        How many iterations add to PETSc's memory in place.
+    shares : tuple
+        One for each matrix.
+    arguments : list
+        For each place that is one the arguments over the core, and over the other entities.
+    """
+    for core in (visited.core or 0, 0):
+        shares: dict[int, Share] = {}
+        numbers: list[tuple[Place, Share, int] | None] = []
+        for place in places:
+            data = loop.arguments[place.number].data if place.number >= 0 else None
+            if not _is_distributed(place, data):
+                numbers.append(None)
+                continue
+            assert place.matrix is not None
+            assert place.access is not None
+            block = data if place.field is None else _block(data, place.field)
+            holder = getattr(block, "_parent", block)
+            share = shares.get(id(holder))
+            if share is None:
+                share = shares[id(holder)] = _share_of(holder)
+            entries = _entries(place.matrix, block, holder, share.values, visited, core, share.size)
+            if entries is None:
+                break
+            numbers.append((place, share, share.add(entries, place.access)))
+        else:
+            pairs = [
+                None
+                if found is None
+                else found[1].arguments(found[2], found[0].matrix.rows, found[0].name)  # type: ignore[union-attr]
+                for found in numbers
+            ]
+            return core, tuple(shares.values()), pairs
+    raise AssertionError("nothing is in place")
+
+
+def _share_of(holder: Any) -> Share:
+    from pyop2.mpi import internal_comm
+
+    cache = _identity_cache(holder)
+    state = nonzero_state(holder.handle)
+    found = cache.get("distributed")
+    if found is None or found[0] != state or not found[1].current():
+        found = cache["distributed"] = (state, DistributedValues(holder.handle))
+    return Share(found[1], internal_comm(holder.comm, found[1]))
+
+
+def _entries(
     matrix: _Matrix,
     block: Any,
     holder: Any,
     values: DistributedValues,
     visited: IterationSet,
+    core: int,
     base: int,
-) -> tuple[IndexTable, _Foreign]:
-    """Where entries of element matrices lie in a :class:`Share`, kept with the sparsity."""
+) -> Entries | None:
+    """Where entries of element matrices go, kept with the sparsity."""
     lgmaps = block.handle.getLGMap()
     cache = _identity_cache(holder.sparsity).setdefault("positions", {})
     pattern = values.__dict__.get("_key")
@@ -1041,85 +993,28 @@ def _shared_positions(
             digest.update(np.ascontiguousarray(array).tobytes())
         pattern = values.__dict__["_key"] = digest.hexdigest()
     key = (
-        id(matrix.rows), id(matrix.cols), matrix.dims, id(visited), pattern, base,
+        id(matrix.rows), id(matrix.cols), matrix.dims, id(visited), pattern, core, base,
         *(_lgmap_key(lgmap) for lgmap in lgmaps),
     )  # fmt: skip
-    found = cache.get(key)
-    if found is None:
-        made = _find_shared_positions(matrix, block, holder, values, visited, base, lgmaps)
+    if key not in cache:
+        sides = [
+            _dofs(*_through_lgmap(table, lgmap, dim, block is not holder)).astype(np.int64)
+            for table, lgmap, dim in zip(
+                (matrix.rows, matrix.cols), lgmaps, matrix.dims, strict=True
+            )
+        ]
+        # entities that this process does not visit may know columns that its pattern does not
+        unseen = np.ones(len(sides[0]), dtype=bool)
+        unseen[: visited.owned] = visited.entities is not None
+        if visited.entities is not None:
+            unseen[visited.entities[: visited.owned]] = False
+        rows, columns = (np.where(unseen[:, None], -1, side) for side in sides)
+        name = str(getattr(holder, "_name", "matrix"))
+        made = find_entries(values, rows, columns, visited, core, base, name)
         # what is known by its number has to stay alive
-        found = cache[key] = (matrix, visited, *made)
-    result: tuple[IndexTable, _Foreign] = found[2:]
-    return result
-
-
-def _find_shared_positions(
-    matrix: _Matrix,
-    block: Any,
-    holder: Any,
-    values: DistributedValues,
-    visited: IterationSet,
-    base: int,
-    lgmaps: Sequence[Any],
-) -> tuple[IndexTable, _Foreign]:
-    from pyop3_mlir.planning import csr_pattern, csr_positions
-
-    name = str(getattr(holder, "_name", "matrix"))
-    sides = [
-        _dofs(*_through_lgmap(table, lgmap, dim, block is not holder)).astype(np.int64)
-        for table, lgmap, dim in zip((matrix.rows, matrix.cols), lgmaps, matrix.dims, strict=True)
-    ]
-    # entities that this process does not visit may know columns that its pattern does not
-    unseen = np.ones(len(sides[0]), dtype=bool)
-    unseen[: visited.owned] = visited.entities is not None
-    if visited.entities is not None:
-        unseen[visited.entities[: visited.owned]] = False
-    rows, columns = (np.where(unseen[:, None], -1, side) for side in sides)
-    start, stop = holder.handle.getOwnershipRange()
-    mine = (rows >= start) & (rows < stop)
-
-    def table_of(numbers: Array, bound: int) -> IndexTable:
-        return IndexTable(numbers, bound, allow_negative=True, name=name)
-
-    local = values.local_columns(columns)
-    width = int(max(local.max(initial=-1), values.indices.max(initial=-1))) + 1
-    own = csr_positions(
-        values.indptr,
-        values.indices,
-        table_of(np.where(mine, rows - start, -1), stop - start),
-        table_of(local, width),
-        name=name,
-    ).values
-    positions = np.append(values.storage, -1)[own]
-    others = rows[(rows >= 0) & ~mine]
-    if not others.size:
-        empty = np.zeros(0, dtype=_integer())
-        foreign = _Foreign(empty, np.zeros(1, dtype=_integer()), empty)
-    else:
-        far_rows, far_columns = np.unique(others), np.unique(columns[columns >= 0])
-        row_table = table_of(_numbered(np.where(mine, -1, rows), far_rows), len(far_rows))
-        column_table = table_of(_numbered(columns, far_columns), len(far_columns))
-        indptr, indices = csr_pattern(row_table, column_table, len(far_rows), len(far_columns))
-        far = csr_positions(indptr, indices, row_table, column_table, name=name).values
-        positions = np.where(far >= 0, far + (values.size + base), positions)
-        foreign = _Foreign(
-            *(a.astype(_integer()) for a in (far_rows, indptr, far_columns[indices]))
-        )
-    bound = values.size + base + foreign.size
-    if bound <= np.iinfo(np.int32).max:
-        positions = positions.astype(np.int32)
-    return table_of(np.ascontiguousarray(positions), bound), foreign
-
-
-def _numbered(values: Array, known: Array) -> Array:
-    """The position of each value among the known ones, which are ascending; negative ones stay."""
-    return np.where(values < 0, -1, np.searchsorted(known, values))
-
-
-def _integer() -> np.dtype[Any]:
-    from petsc4py import PETSc
-
-    return np.dtype(PETSc.IntType)
+        cache[key] = (matrix, visited, made)
+    found: Entries | None = cache[key][2]
+    return found
 
 
 def matrix_values(mat: Any) -> MatrixValues:
