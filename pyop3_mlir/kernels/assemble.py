@@ -948,12 +948,16 @@ class Builder:
             else:
                 chosen[node] = self.define(node, self.order(self.dims(node)))
             below.update(postorder([node]))
+        shared: dict[int, dict[Expr, Load]] = {}
         for node, load in chosen.items():
             assert isinstance(load, Load)
             for number in users[node]:
-                for definition in groups[number]:
-                    if definition.temporary is not load.source:
-                        definition.body = rebuild(definition.body, {node: load})
+                shared.setdefault(number, {})[node] = load
+        # none of the chosen is part of another, so that one pass replaces all of them
+        for number, loads in shared.items():
+            for definition in groups[number]:
+                others = {n: a for n, a in loads.items() if a.source is not definition.temporary}
+                definition.body = rebuild(definition.body, others)
         return bool(chosen)
 
 
