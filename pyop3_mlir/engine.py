@@ -15,7 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from pyop3_mlir.autotune.tuner import Runner
 from pyop3_mlir.errors import CompilationError, UnsupportedLoopError
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.interface import local_bytes, reduction_name, segmented_arguments
-from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
+from pyop3_mlir.lowering.schedule import BATCHINGS, WORKGROUP, Schedule
+from pyop3_mlir.lowering.workgroups import CONFIGURABLE, resize_workgroups
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import WRITE, Argument, IterationSet, Kind, LoopSpec, Parloop
 from pyop3_mlir.runtime.bundle import active, can_compile, loop_key, module_key
@@ -96,9 +97,12 @@ class Module:
     device: Device
 
     def __post_init__(self) -> None:
-        if not self.device.is_host:
+        if self.device.is_host:
+            schedule = replace(self.schedule, workgroup=WORKGROUP)
+        else:
             # a thread does one cell, whatever the width of a CPU's blocks
-            object.__setattr__(self, "schedule", replace(self.schedule, width=1))
+            schedule = replace(self.schedule, width=1)
+        object.__setattr__(self, "schedule", schedule)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -149,7 +153,15 @@ class Module:
             cache=Cache.default("modules") if can_compile() else None,
             key=self.key if can_compile() else "none",
             name=self.spec.name,
+            configure=self._configure(),
         )
+
+    def _configure(self) -> Callable[[str], str] | None:
+        """What changes the dispatches that IREE makes; in blocked batching all are ours."""
+        # to SPIR-V IREE takes other pipelines, which do not let us choose
+        if self.schedule.batching == "blocked" or self.device.target.backend not in CONFIGURABLE:
+            return None
+        return partial(resize_workgroups, threads=self.schedule.workgroup)
 
     def lower(self) -> str:
         """The text that is compiled."""

@@ -466,7 +466,16 @@ def test_candidates_of_a_gpu_hold_both_batchings_of_each_strategy():
     assert len(pairs) == 6
     assert all(s.width == 1 for s in found if s.batching == "blocked")
     blocked = next(s for s in found if s.batching == "blocked")
-    assert {s.tile for s in neighbours(blocked, KernelStatistics.of(kernel()), GPU)} > {1, 4, 8}
+    near = neighbours(blocked, KernelStatistics.of(kernel()), GPU)
+    assert {s.tile for s in near} > {1, 4, 8}
+    assert {s.workgroup for s in near} == {64, 128, 256}
+
+
+def test_neighbours_on_a_gpu_vary_the_workgroups_of_flat_batching():
+    flat = Schedule("segmented", "flat", 1)
+    near = neighbours(flat, KernelStatistics.of(kernel()), GPU)
+    assert {s.workgroup for s in near} == {64, 256}
+    assert neighbours(flat, KernelStatistics.of(kernel()), AVX2) == []
 
 
 def test_neighbours_vary_the_unrolling_alone():

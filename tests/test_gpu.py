@@ -30,8 +30,9 @@ from pyop3_mlir.autotune.candidates import DeviceTraits, KernelStatistics, heuri
 from pyop3_mlir.bench.cases import case_named
 from pyop3_mlir.errors import DeviceError, UnsupportedLoopError
 from pyop3_mlir.kernels.program import Op
-from pyop3_mlir.lowering.pipeline import WORKGROUP, lower
-from pyop3_mlir.lowering.schedule import BATCHINGS, Schedule
+from pyop3_mlir.lowering.pipeline import lower
+from pyop3_mlir.lowering.schedule import BATCHINGS, WORKGROUP, Schedule
+from pyop3_mlir.lowering.workgroups import resize_workgroups
 from pyop3_mlir.parloop import (
     INC,
     MAX,
@@ -205,8 +206,7 @@ def _shared_loop():
 @cache
 def compiled(kind: str, architecture: str, schedule: Schedule) -> bytes:
     """The module of :func:`_shared_loop`."""
-    text = lower(*_shared_loop(), schedule, 0, kind)
-    return compile_module(text, offline_device(kind, architecture), cache=None)
+    return engine.Module(*_shared_loop(), schedule, offline_device(kind, architecture)).build()
 
 
 def kernels(module: bytes) -> dict[str, str]:
@@ -221,6 +221,15 @@ def threads(kernel: str) -> int:
     found = re.search(r"\.maxntid (\d+), 1, 1", kernel)
     assert found is not None
     return int(found[1])
+
+
+def amd_workgroups(module: bytes) -> list[int]:
+    """Threads of a workgroup of each kernel, from the metadata of code objects (MessagePack)."""
+    sizes = []
+    for found in re.finditer(rb"\.max_flat_workgroup_size(\xcd..|\xcc.|.)", module, re.DOTALL):
+        value = found[1]
+        sizes.append(int.from_bytes(value[1:] if len(value) > 1 else value, "big"))
+    return sizes
 
 
 gpu_schedules = pytest.mark.parametrize(
@@ -238,9 +247,19 @@ def test_cuda_kernels_of_ours_use_whole_workgroups(schedule):
         "scatter" if schedule.batching == "flat" else "loop",
         *(["reduce_0"] if schedule.strategy == "segmented" else []),
     }
-    assert {threads(found[name]) for name in own} == {WORKGROUP}
-    # IREE's own, see docs/devices.md
-    assert all(threads(kernel) >= 32 for kernel in found.values())
+    # IREE's own as well
+    assert {threads(kernel) for kernel in found.values()} == {WORKGROUP}
+
+
+@pytest.mark.parametrize("workgroup", [64, 256])
+@batchings
+def test_workgroups_have_the_size_that_the_schedule_says(workgroup, batching):
+    schedule = Schedule("segmented", batching, workgroup=workgroup)
+    found = kernels(compiled("cuda", "sm_80", schedule))
+    assert {threads(kernel) for kernel in found.values()} == {workgroup}
+    sizes = amd_workgroups(compiled("hip", "gfx90a", schedule))
+    assert set(sizes) == {workgroup}
+    assert len(sizes) == len(found)
 
 
 @gpu_schedules
@@ -250,6 +269,26 @@ def test_cuda_kernels_compute_in_double_precision(schedule):
     product = "fma" if schedule.batching == "blocked" else "mul"
     assert re.search(rf"\b{product}\.rn\.f64\b", text)
     assert not re.search(r"\.f(16|32)\b", text)
+
+
+def test_neighbouring_threads_do_neighbouring_cells():
+    """IREE's own choice for contractions is neighbouring rows."""
+    text = """
+#config = #iree_gpu.lowering_config<{reduction = [0, 0, 2], thread = [1, 1, 0], workgroup = [32, 1, 0]}>
+#info = #iree_codegen.translation_info<pipeline = #iree_gpu.pipeline<TileAndFuse> workgroup_size = [32, 1, 1] subgroup_size = 32>
+func.func @d() attributes {translation_info = #info} {
+  %0 = linalg.generic {iterator_types = ["parallel", "parallel", "reduction"]} attrs = {lowering_config = #config} {
+"""  # noqa: E501
+    changed = resize_workgroups(text, 256)
+    assert "reduction = [0, 0, 2], thread = [1, 1, 0], workgroup = [1, 256, 0]" in changed
+    assert "TileAndFuse> workgroup_size = [256, 1, 1] subgroup_size = 32" in changed
+    assert "#config" not in changed
+
+
+def test_dispatches_of_ours_are_left_alone():
+    info = "<pipeline = #iree_gpu.pipeline<Distribute> workgroup_size = [1, 1, 1]>"
+    text = f"func.func @a() attributes {{info = #iree_codegen.translation_info{info}}} {{\n"
+    assert resize_workgroups(text, 256) == text
 
 
 def test_one_thread_where_order_matters():

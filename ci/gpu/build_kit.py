@@ -22,11 +22,16 @@ import argparse
 import json
 import pickle
 import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import pyop3_mlir
 from pyop3_mlir import engine
@@ -54,16 +59,34 @@ SMALL = {1: 6, 2: 4, 3: 3}
 """Cells along an edge of the small meshes, by degree."""
 
 
-def schedules(case: Case) -> list[Schedule]:
-    """What is compiled for a case, for GPUs: every strategy, and for high order several shapes."""
+def schedules(case: Case, device: Device) -> list[Schedule]:
+    """What is compiled for a case: every strategy, and on GPUs for high order several shapes.
+
+    Sizes are not known to the code, so that each is compiled once for all meshes.
+    """
+    if device.is_host:
+        return [Schedule(strategy, "blocked", 8, 4, 4) for strategy in STRATEGIES]
     shapes = [(4, 4)] if case.degree == 1 else [(32, 20), (8, 20), (4, 4)]
     found = []
     for strategy in STRATEGIES:
         wanted = shapes if strategy in ("atomic", "segmented") else shapes[:1]
-        found += [Schedule(strategy, "blocked", 1, tile, unroll) for tile, unroll in wanted]
-        if case.degree > 1 and strategy in ("atomic", "segmented"):
-            found.append(Schedule(strategy, "flat", 1))
+        blocked = [Schedule(strategy, "blocked", 1, tile, unroll) for tile, unroll in wanted]
+        found += blocked
+        if strategy in ("atomic", "segmented"):
+            found += [replace(blocked[0], workgroup=threads) for threads in (64, 256)]
+            if case.degree > 1:
+                found.append(Schedule(strategy, "flat", 1))
     return found
+
+
+def legal_schedules(loop: FormLoop, device: Device, case: Case) -> list[Schedule]:
+    """Those of :func:`schedules` that can run the loop; on GPUs by one thread as well, to check."""
+    legal = legal_strategies(loop.parloop, DeviceTraits.of(device))
+    return [s for s in schedules(case, device) if legal[s.strategy] is None or _checks(s, device)]
+
+
+def _checks(schedule: Schedule, device: Device) -> bool:
+    return schedule.strategy == "in_order" and not device.is_host
 
 
 def tables(case: Case) -> dict[str, Any]:
@@ -104,22 +127,26 @@ func.func @matmul(%start: i64, %stop: i64, %a: {matrix}, %b: {matrix},
 """
 
 
-def add_case(bundle: Bundle, loop: FormLoop, targets: list[Device], case: Case) -> int:
-    """Compile a case for all targets; returns the number of schedules left out."""
+def add_case(
+    bundle: Bundle,
+    loop: FormLoop,
+    targets: list[Device],
+    case: Case,
+    done: Callable[[str], None],
+) -> list[str]:
+    """Compile a case for all targets; returns what had to be left out, and why."""
     parloop = loop.parloop
-    missing = 0
+    missing = []
     for number, device in enumerate(targets):
-        legal = legal_strategies(parloop, DeviceTraits.of(device))
         listed = []
-        for schedule in schedules(case):
-            if legal[schedule.strategy] is not None and schedule.strategy != "in_order":
-                continue
+        for schedule in legal_schedules(loop, device, case):
+            what = f"{case.name}, {schedule}, {device.name}"
+            done(what)
             try:
                 modules = engine.modules_for(parloop, schedule, device)
                 built = [(module, module.build()) for module in modules]
             except (CompilationError, UnsupportedLoopError) as error:
-                missing += 1
-                print(f"  {case.name}, {schedule}, {device.name}: {str(error).splitlines()[0]}")
+                missing.append(f"{what}: {str(error).splitlines()[0]}")
                 continue
             for module, content in built:
                 key = module_key(module.kernel, module.spec, module.schedule, device)
@@ -138,6 +165,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="only these cases")
     parser.add_argument("--matmul", type=int, default=4096, help="size of the matrix product")
     arguments = parser.parse_args()
+    started = time.perf_counter()
     root = arguments.output
     targets = [target_device(text) for text in arguments.target or ["cuda/sm_80"]]
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
@@ -151,27 +179,41 @@ def main() -> None:
         bundle.add(
             "matmul", number, compile_module(matmul(arguments.matmul), device, name="matmul")
         )
+    loops = [
+        FormLoop(case.form, tetrahedra(SMALL[case.degree], case.degree), case.rank)
+        for case in cases
+    ]
     listed = []
-    missing = 0
-    for case in cases:
-        print(case.name, flush=True)
-        loop = FormLoop(case.form, tetrahedra(SMALL[case.degree], case.degree), case.rank)
-        missing += add_case(bundle, loop, targets, case)
-        (root / "data" / f"{case.name}.kernel").write_bytes(pickle.dumps(loop.kernel))
-        arrays = tables(case)
-        if case.rank == 1:
-            arrays["coefficient"] = loop.arguments[2].buffer
-        np.savez(root / "data" / f"{case.name}.npz", expected=expected(loop), **arrays)
-        listed.append(
-            {
-                "name": case.name,
-                "form": case.form,
-                "degree": case.degree,
-                "rank": case.rank,
-                "small": SMALL[case.degree],
-                "flops_per_cell": loop.flops / loop.mesh.size,
-            }
+    missing: list[str] = []
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        total = sum(
+            len(legal_schedules(loop, device, case))
+            for case, loop in zip(cases, loops, strict=True)
+            for device in targets
         )
+        task = progress.add_task("", total=total)
+
+        def done(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        for case, loop in zip(cases, loops, strict=True):
+            missing += add_case(bundle, loop, targets, case, done)
+            (root / "data" / f"{case.name}.kernel").write_bytes(pickle.dumps(loop.kernel))
+            arrays = tables(case)
+            if case.rank == 1:
+                arrays["coefficient"] = loop.arguments[2].buffer
+            np.savez(root / "data" / f"{case.name}.npz", expected=expected(loop), **arrays)
+            listed.append(
+                {
+                    "name": case.name,
+                    "form": case.form,
+                    "degree": case.degree,
+                    "rank": case.rank,
+                    "small": SMALL[case.degree],
+                    "flops_per_cell": loop.flops / loop.mesh.size,
+                }
+            )
     bundle.write()
     content = {"cases": listed, "matmul": arguments.matmul}
     (root / "kit.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -180,10 +222,12 @@ def main() -> None:
     shutil.copytree(package, root / "pyop3_mlir", ignore=ignored, dirs_exist_ok=True)
     shutil.copy(Path(__file__).parent / "run_kit.py", root / "run.py")
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    for line in missing:
+        print(f"left out: {line}")
     print(
         f"{root}: {len(cases)} cases, {len(bundle.modules)} modules, {size / 1e6:.1f} MB, "
-        f"{missing} schedules left out; needs numpy and "
-        f"iree-base-runtime=={version('iree-base-runtime')}"
+        f"{len(missing)} schedules left out, {time.perf_counter() - started:.0f} s; needs numpy "
+        f"and iree-base-runtime=={version('iree-base-runtime')}"
     )
 
 

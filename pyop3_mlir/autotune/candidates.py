@@ -35,6 +35,8 @@ __all__ = [
 _FEW_WRITES = 16
 # Rows that a thread of a GPU holds in registers, of which it has 255 of 4 bytes.
 _GPU_ROWS = 32
+# Threads of a workgroup: few leave room for more groups where each thread has many registers.
+_WORKGROUPS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,7 @@ def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[in
 def neighbours(
     best: Schedule, statistics: KernelStatistics, traits: DeviceTraits
 ) -> list[Schedule]:
-    """List what to try around the best so far: other degrees of unrolling, on GPUs tiles too.
+    """List what to try around the best so far: degrees of unrolling, on GPUs tiles and workgroups.
 
     Parameters
     ----------
@@ -330,11 +332,13 @@ def neighbours(
     statistics, traits
         As for :func:`heuristic`.
     """
+    groups = [replace(best, workgroup=threads) for threads in _WORKGROUPS] if traits.gpu else []
+    groups = [schedule for schedule in groups if schedule != best]
     if best.batching == "flat":
-        return []
+        return groups
     # loops that are shorter than both limits give the same code
     longest = max((*statistics.rows, *statistics.reductions, *statistics.pointwise), default=1)
-    near = [
+    near = groups + [
         replace(best, unroll=unroll)
         for unroll in (2, 4, 10, 20)
         if unroll != best.unroll and min(unroll, best.unroll) < longest

@@ -54,10 +54,6 @@ CHUNK = 1024
 """Iterations of a workgroup where several threads share a loop; a multiple of every block width."""
 
 
-WORKGROUP = 128
-"""Threads of a workgroup on a GPU."""
-
-
 def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[ModulePass]:
     """The passes that a schedule asks for, in order.
 
@@ -105,7 +101,7 @@ def _gpu_passes(schedule: Schedule, kind: str) -> list[ModulePass]:
         VectorisePass(schedule.tile, schedule.unroll),
         *([AtomicScatterPass()] if atomic else []),
         PlaceOnGpuPass(kind),
-        OutlineDispatchPass(chunk=0 if one else 1, threads=1 if one else WORKGROUP),
+        OutlineDispatchPass(chunk=0 if one else 1, threads=1 if one else schedule.workgroup),
         *([RelaxAtomicsPass(kind)] if atomic else []),
     ]
 

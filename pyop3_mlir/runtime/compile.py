@@ -76,6 +76,7 @@ def compile_module(
     cache: Cache | Literal["default"] | None = "default",
     key: str | None = None,
     name: str = "loop",
+    configure: Callable[[str], str] | None = None,
 ) -> bytes:
     """Compile a module for a device. Thread safe.
 
@@ -92,6 +93,9 @@ def compile_module(
         Any string that determines ``text``; the text itself where not given.
     name
         Of the loop, for messages.
+    configure
+        Changes the module's text where IREE has decided how each dispatch is tiled; what it does
+        has to be determined by ``key``.
 
     Returns
     -------
@@ -123,7 +127,11 @@ def compile_module(
     flags = list(device.target.flags)
     if device.target.backend == "llvm-cpu" and _needs_libm(text):
         flags += _system_link_flags()
-    vmfb = _compile(text, flags, name)
+    if configure is None:
+        vmfb = _compile(text, flags, name)
+    else:
+        text = configure(_compile(text, flags, name, stop=_CONFIGURED).decode())
+        vmfb = _compile(text, flags, name, start=_CONFIGURED)
     global _compiled
     with _lock:
         _compiled = next(_count)
@@ -175,7 +183,14 @@ _DIAGNOSTIC = ctypes.CFUNCTYPE(
 _ERROR = 2
 
 
-def _compile(text: str, flags: Sequence[str], name: str) -> bytes:
+_CONFIGURED = "executable-configurations"
+"""IREE's name of the phase in which dispatches get their tile sizes."""
+
+
+def _compile(
+    text: str, flags: Sequence[str], name: str, start: str | None = None, stop: str | None = None
+) -> bytes:
+    """Compile, from or to a phase where given: then to the text of the module there."""
     from iree.compiler import api
 
     errors: list[str] = []
@@ -192,6 +207,7 @@ def _compile(text: str, flags: Sequence[str], name: str) -> bytes:
         with session.invocation() as invocation:
             callback = _DIAGNOSTIC(collect)
             _capture_diagnostics(invocation, callback)
+            _restrict(invocation, start, stop)
             # a terminating zero spares IREE a copy
             source = api.Source.wrap_buffer(
                 session, text.encode() + b"\0", buffer_name=f"{name}.mlir"
@@ -200,10 +216,26 @@ def _compile(text: str, flags: Sequence[str], name: str) -> bytes:
                 raise _failure(text, errors, name)
             with api.Output.open_membuffer() as output:
                 try:
-                    invocation.output_vm_bytecode(output)
+                    if stop is not None:
+                        invocation.output_ir(output)
+                    else:
+                        invocation.output_vm_bytecode(output)
                 except ValueError as error:
                     raise _failure(text, [*errors, str(error)], name) from error
                 return bytes(output.map_memory())
+
+
+def _restrict(invocation: Any, start: str | None, stop: str | None) -> None:
+    """Compile some phases alone; iree.compiler.api cannot say so."""
+    if start is None and stop is None:
+        return
+    from iree.compiler.api.ctypes_dl import _dylib
+
+    for name, phase in (("From", start), ("To", stop)):
+        if phase is not None:
+            function = getattr(_dylib, f"ireeCompilerInvocationSetCompile{name}Phase")
+            function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], None
+            function(invocation._inv_p, phase.encode())
 
 
 def _capture_diagnostics(invocation: Any, callback: Any) -> None:

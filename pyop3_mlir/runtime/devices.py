@@ -184,9 +184,10 @@ class Timeline:
     """
 
     def __init__(self, hal: Any) -> None:
-        self._hal = hal
         self._lock = threading.RLock()
+        # in this order: a semaphore must be gone before its device is
         self._semaphore: Any = None
+        self._hal = hal
         self._last = 0
         self._waited = 0
         self.waits = 0

@@ -120,9 +120,10 @@ class _Staging:
     def __init__(self, device: Device) -> None:
         import iree.runtime as iree
 
-        self.device = device
         self.lock = threading.RLock()
+        # in this order: a semaphore must be gone before its device is
         self.semaphore = device.hal.create_semaphore(0)
+        self.device = device
         self.clock = 0
         self._types = (
             iree.MemoryType.HOST_LOCAL | iree.MemoryType.DEVICE_VISIBLE,
