@@ -15,32 +15,26 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pyop3_mlir.errors import UnsupportedLoopError
-from pyop3_mlir.frontends.dropin import (
-    HOT_CALLS,
-    HOT_SECONDS,
-    Entry,
-    VerificationError,
-    choosing,
-    compare,
-)
+from pyop3_mlir.errors import UnsupportedLoopError, VerificationError
+from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, choosing
 from pyop3_mlir.frontends.petsc import nonzero_state
 from pyop3_mlir.frontends.pyop3_devices import on_host
 from pyop3_mlir.frontends.pyop3_kernels import code_key, kernel_key
-from pyop3_mlir.frontends.pyop3_names import Names, find_names
+from pyop3_mlir.frontends.pyop3_names import Names, choose_loopy, find_names
 from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, make_plan
 from pyop3_mlir.frontends.pyop3_read import Reader
 from pyop3_mlir.frontends.stack import Stack
+from pyop3_mlir.frontends.verify import compare, contributions
 from pyop3_mlir.kernels.loopy import Intent
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.options import Options
-from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
+from pyop3_mlir.parloop import INC
 from pyop3_mlir.runtime.cache import Cache
 
 __all__ = ["Backend", "attach", "detach"]
@@ -476,28 +470,10 @@ class Backend:
                     if argument.access is not INC:
                         raise
                     # a sum that cancels is no more exact than what is added up
-                    compare(where, found, buffer, self._contributions(reading.parloop, number))
+                    parts = contributions(reading.parloop, number, self.options)
+                    compare(where, found, buffer, parts)
             except VerificationError as error:
                 raise VerificationError(str(error).replace("PyOP2", "pyop3")) from None
-
-    def _contributions(self, loop: Parloop, number: int) -> Array:
-        """What single iterations of a loop add to an argument (some of the iterations)."""
-        from pyop3_mlir import engine
-
-        count = min(loop.iteration_set.size, 256)
-        rows = np.full((loop.iteration_set.size, 1), -1, np.int32)
-        rows[:count, 0] = range(count)
-        slots = loop.arguments[number].slots
-        values = np.zeros(count * slots, loop.arguments[number].buffer.dtype)
-        table = IndexTable(rows, count, allow_negative=True)
-        arguments = list(loop.arguments)
-        for other, argument in enumerate(arguments):
-            if argument.access.writes:
-                arguments[other] = replace(argument, buffer=argument.buffer.copy())
-        arguments[number] = Argument(values, INC, Kind.INDIRECT, table, slots)
-        single = Parloop(loop.kernel, loop.iteration_set, arguments, loop.name)
-        engine.compile(single, options=replace(self.options, tune="off"))(0, count)
-        return values
 
 
 class _Compile:
@@ -525,6 +501,8 @@ class _Compile:
     def _call(self, context: Any, method: Any) -> Any:
         names = self.backend.names
         assert names is not None
+        # the engine runs it, and loopy what the engine cannot run
+        choose_loopy(context)
         # pyop3 takes no arrays of devices when it makes code, of which only the types matter
         with names.offloading(names.HOST_DEVICE):
             original = method()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pyop3_mlir.errors import Pyop3MlirError
 
-__all__ = ["Names", "find_names"]
+__all__ = ["Names", "choose_loopy", "find_names"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,17 @@ def find_names() -> Names:
             if not hasattr(found[name], attribute):
                 raise _missing(f"{_WHERE[name]}.{name}.{attribute}")
     return Names(**found)
+
+
+def choose_loopy(context: Any) -> None:
+    """Let an execution context generate code by loopy, whatever its compiler parameters ask for.
+
+    Where pyop3 has a setting for the back end (``backend``, since pull request 5392), ``"mlir"`` is
+    one for which it has no code of its own yet.
+    """
+    parameters = context.compiler_parameters
+    if getattr(parameters, "backend", "loopy") != "loopy":
+        context.compiler_parameters = replace(parameters, backend="loopy")
 
 
 def _look_up(place: str, name: str) -> Any:

@@ -27,6 +27,18 @@ def test_direct_loop(engine):
     engine.check()
 
 
+def test_back_end_switch(engine):
+    """``backend="mlir"`` of pyop3's compiler parameters, where it has that, is the engine."""
+    if not hasattr(exec_.CompilerParameters(), "backend"):
+        pytest.skip("this pyop3 has no setting for the back end (pull request 5392)")
+    axis = op3.Axis(17, "points")
+    x, y = dat(axis), dat(axis)
+    loop = op3.loop(p := axis.iter(), copy(1)(x[p], y[p]))
+    loop(compiler_parameters={"backend": "mlir"})
+    assert np.array_equal(y.buffer.data_ro, x.buffer.data_ro)
+    engine.check()
+
+
 def test_direct_loop_over_vectors(engine):
     points, components = op3.Axis(9, "points"), op3.Axis(3, "components")
     axes = op3.AxisTree.from_iterable([points, components])
