@@ -5,12 +5,15 @@ ghosts, copies of nodes that other processes own. A :class:`Halo` sends owners' 
 and the ghosts' sums back. :func:`distribute` makes a process's part of a mesh that all of them
 know, and :func:`compile` a loop that communicates while it computes the cells without ghosts.
 
-Communicators are mpi4py's, as in :mod:`pyop3_mlir.parallel`.
+Communicators are mpi4py's, as in :mod:`pyop3_mlir.parallel`. Of an array whose contents stay on a
+device (:class:`~pyop3_mlir.runtime.residency.Resident`) only the rows that are exchanged come to
+the host and go back.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyop3_mlir import parallel
+from pyop3_mlir import engine, parallel
 from pyop3_mlir.engine import BoundLoop
 from pyop3_mlir.errors import InvalidLoopError
 from pyop3_mlir.options import Options
@@ -26,6 +29,7 @@ from pyop3_mlir.parloop import (
     INC,
     MAX,
     MIN,
+    WRITE,
     Access,
     Argument,
     IndexTable,
@@ -33,7 +37,9 @@ from pyop3_mlir.parloop import (
     Kind,
     Parloop,
 )
+from pyop3_mlir.rows import Rows, neutral
 from pyop3_mlir.runtime.devices import Device
+from pyop3_mlir.runtime.residency import Resident, resident_of
 
 __all__ = ["DistributedLoop", "Halo", "Part", "compile", "distribute"]
 
@@ -103,38 +109,83 @@ class Halo:
         self._ghosts = {rank: owned + found for rank, found in enumerate(ghosts) if found.size}
         self._wanted = {rank: numbers for rank, numbers in enumerate(wanted) if numbers.size}
 
-    def begin(self, array: npt.NDArray[Any]) -> _Exchange:
+    def begin(self, array: npt.NDArray[Any] | Resident) -> _Exchange | _ResidentExchange:
         """Begin to send owned rows to their ghosts; ``finish()`` of what is returned ends it.
 
         Parameters
         ----------
         array
-            ``[size, ...]``. Its ghosts hold no meaning meanwhile.
+            ``[size, ...]``; a :class:`~pyop3_mlir.runtime.residency.Resident` on all processes or
+            on none. Its ghosts hold no meaning meanwhile.
+
+        Raises
+        ------
+        InvalidLoopError
+            For an array of another size, or one that is resident and is not given as such.
+        Pyop3MlirError
+            At ``finish()``, on all processes, where one of them cannot get at the contents of a
+            resident array.
         """
+        if isinstance(array, Resident):
+            owned, ghosts = self._rows(array)
+            return _ResidentExchange(self, array, owned, self._wanted, ghosts, self._ghosts, WRITE)
         return _Exchange(self, array, self._wanted, self._ghosts, None)
 
-    def update(self, array: npt.NDArray[Any]) -> None:
-        """Send owned rows to their ghosts. Collective."""
+    def update(self, array: npt.NDArray[Any] | Resident) -> None:
+        """Send owned rows to their ghosts. Collective; see :meth:`begin`."""
         self.begin(array).finish()
 
-    def begin_reduction(self, array: npt.NDArray[Any], access: Access = INC) -> _Exchange:
+    def begin_reduction(
+        self, array: npt.NDArray[Any] | Resident, access: Access = INC
+    ) -> _Exchange | _ResidentExchange:
         """Begin to send ghosts to their owners, which take them by ``access`` at ``finish()``.
 
         Parameters
         ----------
         array
-            ``[size, ...]``.
+            ``[size, ...]``; as for :meth:`begin`.
         access
             INC, MIN or MAX.
+
+        Raises
+        ------
+        Pyop3MlirError
+            As for :meth:`begin`.
         """
         if access not in _UFUNCS:
             raise InvalidLoopError(f"halo: rows are reduced by INC, MIN or MAX, not {access.name}")
+        if isinstance(array, Resident):
+            owned, ghosts = self._rows(array)
+            return _ResidentExchange(self, array, ghosts, self._ghosts, owned, self._wanted, access)
         return _Exchange(self, array, self._ghosts, self._wanted, access)
 
-    def reduce(self, array: npt.NDArray[Any], access: Access = INC) -> None:
+    def reduce(self, array: npt.NDArray[Any] | Resident, access: Access = INC) -> None:
         """Send ghosts to their owners, and let them be what the owners then have. Collective."""
         self.begin_reduction(array, access).finish()
         self.update(array)
+
+    def _rows(self, resident: Resident) -> tuple[Rows, Rows]:
+        """The rows that other processes want, and the ghosts, each by process."""
+        known: weakref.WeakKeyDictionary[Halo, tuple[Rows, Rows]]
+        known = vars(resident).setdefault("_exchanged", weakref.WeakKeyDictionary())
+        if self not in known:
+            self._check(resident.array)
+            known[self] = (
+                Rows(resident, _joined(self._wanted)),
+                Rows(resident, _joined(self._ghosts)),
+            )
+        return known[self]
+
+    def _check(self, array: npt.NDArray[Any]) -> None:
+        if len(array) != self.size:
+            raise InvalidLoopError(
+                f"halo: an array of {len(array)} rows, expected {self.size}: "
+                f"{self.owned} owned ones and {self.size - self.owned} ghosts"
+            )
+
+
+def _joined(numbers: Mapping[int, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate([*numbers.values(), np.zeros(0, np.int64)])
 
 
 _UFUNCS: dict[Access, np.ufunc] = {INC: np.add, MIN: np.minimum, MAX: np.maximum}
@@ -151,11 +202,9 @@ class _Exchange:
         received: Mapping[int, npt.NDArray[np.int64]],
         access: Access | None,
     ) -> None:
-        if len(array) != halo.size:
-            raise InvalidLoopError(
-                f"halo: an array of {len(array)} rows, expected {halo.size}: "
-                f"{halo.owned} owned ones and {halo.size - halo.owned} ghosts"
-            )
+        halo._check(array)
+        if resident_of(array) is not None:
+            raise InvalidLoopError("halo: the array is resident; exchange its Resident instead")
         self._array, self._received, self._access = array, received, access
         self._arrived = {
             rank: np.empty((len(rows), *array.shape[1:]), array.dtype)
@@ -181,6 +230,62 @@ class _Exchange:
                 # a process sends a row once
                 ufunc = _UFUNCS[self._access]
                 self._array[rows] = ufunc(self._array[rows], self._arrived[rank])
+
+
+class _ResidentExchange:
+    """Messages in flight, of an array whose contents may be on a device.
+
+    A process that cannot gather its rows sends others instead, so that nobody waits in vain, and
+    all learn of it in the end.
+    """
+
+    def __init__(
+        self,
+        halo: Halo,
+        resident: Resident,
+        outgoing: Rows,
+        sent: Mapping[int, npt.NDArray[np.int64]],
+        incoming: Rows,
+        received: Mapping[int, npt.NDArray[np.int64]],
+        access: Access,
+    ) -> None:
+        self._comm, self._resident, self._access = halo.comm, resident, access
+        self._incoming = incoming
+        self.error: Exception | None = None
+        shape, dtype = resident.array.shape[1:], resident.array.dtype
+        packed = np.zeros((len(outgoing.numbers), *shape), dtype)
+        try:
+            packed = np.ascontiguousarray(outgoing.get(resident))
+        except Exception as error:
+            self.error = error
+        self._arrived = np.empty((len(incoming.numbers), *shape), dtype)
+        # alive until they are sent
+        self._packed = packed
+        self._requests = []
+        for start, buffer, parts in (
+            (halo.comm.Irecv, self._arrived, received),
+            (halo.comm.Isend, packed, sent),
+        ):
+            first = 0
+            for rank, numbers in parts.items():
+                part = buffer[first : first + len(numbers)].view(np.uint8)
+                self._requests.append(start(part, rank, _TAG))
+                first += len(numbers)
+
+    def complete(self) -> Exception | None:
+        """As :meth:`finish`, but return this process's error: the caller tells the others."""
+        for request in self._requests:
+            request.Wait()
+        if self.error is None:
+            try:
+                self._incoming.put(self._resident, self._arrived, self._access)
+            except Exception as error:
+                self.error = error
+        return self.error
+
+    def finish(self) -> None:
+        """Wait for the messages, and put them where they belong. Collective."""
+        parallel.raise_together(self._comm, self.complete())
 
 
 # -- parts of a mesh ------------------------------------------------------------------------------
@@ -300,7 +405,21 @@ def compile(  # noqa: A001
         return parallel.Proposal(parloop)
 
     bound = parallel.compile(comm, propose, device=device, options=options)
-    return DistributedLoop(comm, bound, halos)
+    found = [halo is not None and resident_of(a.buffer) for halo, a in _pairs(parloop, halos)]
+    # where a process has no rows there is nothing to keep track of, but it takes part
+    anywhere = [any(flags) for flags in zip(*comm.allgather([bool(f) for f in found]), strict=True)]
+    residents = [
+        (owner or Resident(argument.buffer)) if resident else None
+        for resident, owner, argument in zip(anywhere, found, parloop.arguments, strict=True)
+    ]
+    loop = DistributedLoop(comm, bound, halos, residents)
+    if any(anywhere):
+        parallel.share(comm, parallel.together(comm, loop.modules))
+    return loop
+
+
+def _pairs(parloop: Parloop, halos: Sequence[Halo | None]) -> list[tuple[Halo | None, Argument]]:
+    return list(zip(halos, parloop.arguments, strict=True))
 
 
 def _check(parloop: Parloop, halos: Sequence[Halo | None]) -> None:
@@ -314,6 +433,8 @@ def _check(parloop: Parloop, halos: Sequence[Halo | None]) -> None:
         where = f"loop {parloop.name}, argument {argument.name}"
         if argument.kind is Kind.GLOBAL and argument.access.name in ("WRITE", "RW"):
             raise InvalidLoopError(f"{where}: which process's value would it be? Use a reduction")
+        if argument.kind is Kind.GLOBAL and resident_of(argument.buffer) is not None:
+            raise InvalidLoopError(f"{where}: a global that is reduced may not be resident")
         if halo is None:
             continue
         if argument.table is None:
@@ -345,51 +466,94 @@ class DistributedLoop:
         arrived, and in the others.
     """
 
-    def __init__(self, comm: Any, bound: BoundLoop, halos: Sequence[Halo | None]) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        bound: BoundLoop,
+        halos: Sequence[Halo | None],
+        residents: Sequence[Resident | None],
+    ) -> None:
         self.comm = comm
         self.bound = bound
         self.core = self.waiting = self.owned = 0.0
         arguments = bound.parloop.arguments
         # an array that is passed twice is exchanged once; both add to it, or take its extreme
-        self._read: dict[int, tuple[Halo, Argument]] = {}
-        self._reduced: dict[int, tuple[Halo, Argument]] = {}
-        for argument, halo in zip(arguments, halos, strict=True):
+        self._read: dict[int, tuple[Halo, Argument, Resident | None]] = {}
+        self._reduced: dict[int, tuple[Halo, Argument, Resident | None]] = {}
+        for argument, halo, resident in zip(arguments, halos, residents, strict=True):
             if halo is not None and argument.access in _UFUNCS:
-                self._reduced[argument.buffer.ctypes.data] = halo, argument
+                self._reduced[argument.buffer.ctypes.data] = halo, argument, resident
             elif halo is not None and argument.access.gathers:
-                self._read[argument.buffer.ctypes.data] = halo, argument
+                self._read[argument.buffer.ctypes.data] = halo, argument, resident
         self._globals = [a for a in arguments if a.kind is Kind.GLOBAL and a.access in _UFUNCS]
+        # then a device may fail on one process only
+        self._guarded = any(residents)
+
+    def modules(self) -> list[engine.Module]:
+        """What resident arrays are exchanged by."""
+        if self.bound.device.is_host:
+            return []
+        found = []
+        for halo, _, resident in self._read.values():
+            if resident is not None:
+                owned, ghosts = halo._rows(resident)
+                found += owned.modules(self.bound.device, "get")
+                found += ghosts.modules(self.bound.device, "WRITE")
+        for halo, argument, resident in self._reduced.values():
+            if resident is not None:
+                owned, ghosts = halo._rows(resident)
+                name = argument.access.name
+                found += ghosts.modules(self.bound.device, f"fill {name}", "get")
+                found += owned.modules(self.bound.device, name)
+        return found
 
     def __call__(self) -> None:
         """Run the loop. Collective.
 
         Ghosts of what is read are made current; ghosts of what is written hold no meaning
         afterwards: the rows that a process owns are the result. Globals hold it on all processes.
+
+        Raises
+        ------
+        Pyop3MlirError
+            Where an array is resident, on all processes if one of them fails.
         """
         iterations = self.bound.parloop.iteration_set
+        errors = _Errors(self._guarded)
         start = time.perf_counter()
-        under_way = [halo.begin(argument.buffer) for halo, argument in self._read.values()]
-        for halo, argument in self._reduced.values():
-            argument.buffer[halo.owned :] = _neutral(argument)
+        under_way = [
+            halo.begin(argument.buffer if resident is None else resident)
+            for halo, argument, resident in self._read.values()
+        ]
         before = [np.array(argument.buffer) for argument in self._globals]
-        for argument in self._globals:
-            if argument.access is INC:
-                argument.buffer[...] = 0
-        self.bound(0, iterations.core)
+        with errors:
+            for halo, argument, resident in self._reduced.values():
+                value = neutral(argument.buffer.dtype, argument.access)
+                if resident is None:
+                    argument.buffer[halo.owned :] = value
+                else:
+                    halo._rows(resident)[1].fill(resident, argument.access)
+            for argument in self._globals:
+                if argument.access is INC:
+                    argument.buffer[...] = 0
+            self.bound(0, iterations.core)
         computed = time.perf_counter()
         for exchange in under_way:
-            exchange.finish()
+            errors.finish(exchange)
         arrived = time.perf_counter()
-        self.bound(iterations.core or 0, iterations.owned)
+        with errors:
+            self.bound(iterations.core or 0, iterations.owned)
         self.core += computed - start
         self.waiting += arrived - computed
         self.owned += time.perf_counter() - arrived
         reductions = [
-            halo.begin_reduction(argument.buffer, argument.access)
-            for halo, argument in self._reduced.values()
+            halo.begin_reduction(argument.buffer if resident is None else resident, argument.access)
+            for halo, argument, resident in self._reduced.values()
         ]
         for exchange in reductions:
-            exchange.finish()
+            errors.finish(exchange)
+        if self._guarded:
+            parallel.raise_together(self.comm, errors.first)
         for argument, old in zip(self._globals, before, strict=True):
             self._reduce_global(argument, old)
 
@@ -403,12 +567,31 @@ class DistributedLoop:
             argument.buffer[...] += old
 
 
-def _neutral(argument: Argument) -> Any:
-    """What changes nothing where it is reduced."""
-    if argument.access is INC:
-        return 0
-    dtype = argument.buffer.dtype
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-    if argument.access is MIN:
-        return limits.max if limits else np.inf
-    return limits.min if limits else -np.inf
+class _Errors:
+    """Lets a process that failed take part in what is collective until all hear of it.
+
+    Parameters
+    ----------
+    kept
+        Whether errors are kept; they are raised at once otherwise.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self._kept = kept
+        self.first: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not self._kept or not isinstance(error, Exception):
+            return False
+        self.first = self.first or error
+        return True
+
+    def finish(self, exchange: _Exchange | _ResidentExchange) -> None:
+        """Finish an exchange."""
+        if isinstance(exchange, _Exchange):
+            exchange.finish()
+        else:
+            self.first = self.first or exchange.complete()

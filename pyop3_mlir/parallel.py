@@ -45,6 +45,7 @@ __all__ = [
     "place",
     "placement",
     "raise_first",
+    "raise_together",
     "share",
     "together",
     "world",
@@ -254,7 +255,7 @@ def together(comm: Any, action: Callable[[], T]) -> T:
         :class:`~pyop3_mlir.errors.Pyop3MlirError` with the first one's text.
     """
     error, value = _attempt(action)
-    _raise_together(comm, error)
+    raise_together(comm, error)
     return value  # type: ignore[return-value]
 
 
@@ -265,7 +266,16 @@ def _attempt(action: Callable[[], T]) -> tuple[Exception | None, T | None]:
         return error, None
 
 
-def _raise_together(comm: Any, error: Exception | None) -> None:
+def raise_together(comm: Any, error: Exception | None) -> None:
+    """Raise on all processes the error of the first one that has one. Collective.
+
+    Parameters
+    ----------
+    comm
+        The communicator.
+    error
+        This process's own, if any.
+    """
     first = int(_least(comm, [comm.size if error is None else comm.rank])[0])
     if first < comm.size:
         raise_first(comm, first, error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -492,6 +493,31 @@ class Resident:
         if self._lost is not None:
             raise DeviceError(self._lost)
         return next(copy for copy in self._copies if copy.fresh)
+
+    @property
+    def host_fresh(self) -> bool:
+        """Whether the host has the latest contents."""
+        return self._host_fresh
+
+    @property
+    def fresh_devices(self) -> tuple[Device, ...]:
+        """The devices that have the latest contents."""
+        return tuple(copy.device for copy in self._copies if copy.fresh)
+
+    def changed_alike(self, host: bool, devices: Collection[Device]) -> None:
+        """Take note that the host's contents and those of devices were changed to the same.
+
+        Parameters
+        ----------
+        host
+            Whether the host's were.
+        devices
+            Whose copies were.
+        """
+        with _lock:
+            for copy in self._copies:
+                copy.fresh = copy.device in devices
+            self._host_fresh = host
 
     def refresh_host(self) -> None:
         """Bring the contents back where the host's are stale; for what runs on the host.
