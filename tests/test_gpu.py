@@ -45,7 +45,7 @@ from pyop3_mlir.parloop import (
     Parloop,
 )
 from pyop3_mlir.planning import csr_pattern, csr_positions
-from pyop3_mlir.runtime.compile import compile_module
+from pyop3_mlir.runtime.compile import _compile, compile_module
 from pyop3_mlir.runtime.devices import get_device, offline_device
 
 STRATEGIES = ("in_order", "colour", "segmented")
@@ -328,6 +328,45 @@ def test_cuda_keeps_kernels_in_registers_and_tables_in_the_code(name):
     )
 
 
+def doubling(access, dtype):
+    """A loop with atomics of a kind: ``y[map] op= 2 x``."""
+    k = KernelBuilder("atomics")
+    y, x = k.argument(2, dtype=dtype), k.argument(2, dtype=dtype)
+    (i,) = dims_of((2,))
+    k.store(y, (i,), Op("add", entry(x, i), entry(x, i)))
+    table = IndexTable(random_map(9, 2, 5, 1), 5)
+    return Parloop(
+        k.kernel(),
+        IterationSet(9),
+        [
+            Argument.indirect(np.zeros(5, dtype), access, table),
+            Argument.direct(np.zeros((9, 2), dtype), READ),
+        ],
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize(
+    ("access", "dtype", "expected"),
+    [
+        (INC, "float64", {"global_atomic_add_f64"}),
+        (MIN, "float64", {"global_atomic_min_f64"}),
+        (MAX, "float64", {"global_atomic_max_f64"}),
+        (INC, "float32", {"global_atomic_add_f32"}),
+        (INC, "int32", {"global_atomic_add"}),
+    ],
+    ids=lambda value: getattr(value, "name", value if isinstance(value, str) else None),
+)
+def test_amd_gpus_change_memory_by_one_instruction(access, dtype, expected, architecture, tmp_path):
+    """No loop that compares and swaps, ``global_atomic_cmpswap``."""
+    loop = doubling(access, dtype)
+    text = lower(loop.kernel, loop.spec, Schedule("atomic"), 0, "hip")
+    flags = offline_device("hip", architecture).target.flags
+    _compile(text, [*flags, f"--iree-hal-dump-executable-intermediates-to={tmp_path}"], "doubling")
+    (assembly,) = tmp_path.glob("*.rocmasm")
+    assert set(re.findall(r"^\s*(\w*atomic\w*)", assembly.read_text(), re.MULTILINE)) == expected
+
+
 @pytest.mark.parametrize(
     ("access", "dtype", "expected"),
     [
@@ -341,19 +380,7 @@ def test_cuda_keeps_kernels_in_registers_and_tables_in_the_code(name):
     ids=lambda value: getattr(value, "name", value if isinstance(value, str) else None),
 )
 def test_cuda_atomics_of_every_kind(access, dtype, expected):
-    k = KernelBuilder("atomics")
-    y, x = k.argument(2, dtype=dtype), k.argument(2, dtype=dtype)
-    (i,) = dims_of((2,))
-    k.store(y, (i,), Op("add", entry(x, i), entry(x, i)))
-    table = IndexTable(random_map(9, 2, 5, 1), 5)
-    loop = Parloop(
-        k.kernel(),
-        IterationSet(9),
-        [
-            Argument.indirect(np.zeros(5, dtype), access, table),
-            Argument.direct(np.zeros((9, 2), dtype), READ),
-        ],
-    )
+    loop = doubling(access, dtype)
     text = lower(loop.kernel, loop.spec, Schedule("atomic"), 0, "cuda")
     module = compile_module(text, offline_device("cuda", "sm_80"), cache=None)
     found = re.findall(r"\b(?:atom|red)\.relaxed\.(?:gpu\.)?global\.(\S+)", kernels(module)["loop"])

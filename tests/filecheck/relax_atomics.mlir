@@ -21,4 +21,4 @@ func.func @loop(%y: memref<?xf64>, %n: memref<?xi32>, %at: index, %value: f64, %
 // CHECK:       "llvm.atomicrmw"(%{{.*}}, %value) <{bin_op = 14 : i64
 // CHECK-NOT:   memref.atomic_rmw
 
-// HIP-COUNT-3: "llvm.atomicrmw"{{.*}}syncscope = "agent"
+// HIP-COUNT-3: "llvm.atomicrmw"{{.*}}syncscope = "agent"{{.*}}no_fine_grained_memory

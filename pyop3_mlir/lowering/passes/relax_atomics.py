@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects import arith, memref
-from xdsl.dialects.builtin import IntAttr, MemRefType, ModuleOp, i64
+from xdsl.dialects.builtin import IntAttr, MemRefType, ModuleOp, UnitAttr, i64
 from xdsl.dialects.llvm import GEPOp, IntToPtrOp, LLVMPointerType
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
@@ -19,6 +20,17 @@ __all__ = ["RelaxAtomicsPass"]
 # MLIR's memref.atomic_rmw is ordered with all other accesses of the whole system. Sums need
 # neither: nobody reads them before the dispatch has ended.
 _SCOPES = {"cuda": "device", "hip": "agent"}
+# What LLVM has to know of memory before it uses AMD's instructions instead of a loop that compares
+# and swaps: it is in the device itself, as IREE's buffers and those that are shared with it are.
+_MARKS = {
+    "cuda": (),
+    "hip": (
+        "rocdl.no_fine_grained_memory",
+        "rocdl.no_remote_memory",
+        # of single precision only: the instruction takes denormal numbers for zero on some GPUs
+        "rocdl.ignore_denormal_mode",
+    ),
+}
 _GLOBAL = LLVMPointerType(IntAttr(1))
 # from memref.atomic_rmw's kinds, see atomic_scatter, to AtomicBinOp in LLVMEnums.td
 _KINDS = {0: 11, 1: 1, 5: 13, 6: 7, 7: 9, 9: 14, 10: 8, 11: 10}
@@ -30,7 +42,7 @@ class RelaxAtomicsPass(ModulePass):
 
     Needs what ``outline-dispatch`` leaves: one-dimensional memrefs from
     ``hal.interface.binding.subspan``. Leaves ``llvm.atomicrmw`` on pointers to global memory;
-    additions become ``atom.relaxed.gpu`` in CUDA's assembly.
+    additions become ``atom.relaxed.gpu`` in CUDA's assembly, ``global_atomic_add`` in AMD's.
 
     Parameters
     ----------
@@ -46,10 +58,10 @@ class RelaxAtomicsPass(ModulePass):
         """Rewrite the module in place."""
         for inner in list(op.walk()):
             if isinstance(inner, memref.AtomicRMWOp):
-                _relax(inner, _SCOPES[self.kind])
+                _relax(inner, _SCOPES[self.kind], _MARKS[self.kind])
 
 
-def _relax(atomic: memref.AtomicRMWOp, scope: str) -> None:
+def _relax(atomic: memref.AtomicRMWOp, scope: str, marks: Sequence[str]) -> None:
     assert isinstance(atomic.memref.type, MemRefType)
     (index,) = atomic.indices
     e = Emitter(InsertPoint.before(atomic))
@@ -68,7 +80,10 @@ def _relax(atomic: memref.AtomicRMWOp, scope: str) -> None:
         )
     )
     kind = _KINDS[int(atomic.kind.value.data)]
-    old = e.insert(llvm.AtomicRMWOp(place, atomic.value, kind, llvm.MONOTONIC, scope))
+    relaxed = llvm.AtomicRMWOp(place, atomic.value, kind, llvm.MONOTONIC, scope)
+    for mark in marks:
+        relaxed.attributes[mark] = UnitAttr()
+    old = e.insert(relaxed)
     atomic.result.replace_all_uses_with(old)
     atomic.detach()
     atomic.erase()
