@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,9 +93,17 @@ def _count(device: Device, to_device: int = 0, to_host: int = 0) -> None:
 
 
 def zero_device(memory: Any, device: Device) -> None:
-    """Fill a buffer of a device with zeros."""
+    """Fill a buffer of a device with zeros, on the device."""
+    import iree.runtime as iree
+
     staging = _staging(device)
     size = memory.byte_length()
+    if size % 4 == 0:
+        commands = iree.HalCommandBuffer(device.hal)
+        commands.fill(memory, np.zeros(1, np.int32), end=True)
+        staging.run(lambda *order: device.hal.queue_execute(commands, *order))
+        return
+    # what Vulkan cannot fill
     piece = min(size, _ZEROS)
     with staging.lock:
         zeros, mapped = staging.get(piece)
@@ -146,11 +154,16 @@ class _Staging:
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy between two buffers of one size, and wait for it. The caller holds the lock."""
-        # loops that were submitted may still be at work on either
-        self.device.timeline.wait()
-        self.clock += 1
-        self.device.hal.queue_copy(source, target, [], [(self.semaphore, self.clock)])
-        self.semaphore.wait(self.clock)
+        self.run(lambda *order: self.device.hal.queue_copy(source, target, *order))
+
+    def run(self, submit: Callable[[list[Any], list[Any]], None]) -> None:
+        """Have the device do something, given what it is to wait for and to signal; wait for it."""
+        with self.lock:
+            # loops that were submitted may still be at work on the memory
+            self.device.timeline.wait()
+            self.clock += 1
+            submit([], [(self.semaphore, self.clock)])
+            self.semaphore.wait(self.clock)
 
 
 _stagings: weakref.WeakKeyDictionary[Device, _Staging] = weakref.WeakKeyDictionary()
