@@ -21,7 +21,6 @@ out of it.
 from __future__ import annotations
 
 import enum
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ import numpy.typing as npt
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.kernels.algebra import Algebra
 from pyop3_mlir.kernels.assemble import Builder, Piece
+from pyop3_mlir.kernels.loopy_tree import Instruction, Loop, extents_of, tree_of
 from pyop3_mlir.kernels.program import (
     INDEX,
     Dim,
@@ -49,6 +49,7 @@ from pyop3_mlir.kernels.program import (
     Temporary,
     postorder,
 )
+from pyop3_mlir.kernels.separation import Separation
 
 __all__ = ["UNROLL_LIMIT", "Intent", "Part", "import_loopy", "import_once"]
 
@@ -180,146 +181,6 @@ def _entry(unit: Any, name: str) -> tuple[Any, Mapping[str, Any]]:
         raise UnsupportedLoopError(
             f"kernel {name}: the translation unit has no such kernel"
         ) from None
-
-
-# ---------------------------------------------------------------------------------------------
-# Loops and instructions
-
-
-@dataclass(frozen=True, eq=False)
-class _Loop:
-    iname: str
-    start: int
-    extent: int
-    body: tuple[_Loop | _Instruction, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Instruction:
-    instruction: Any
-
-
-def _extents(kernel: Any, where: str) -> dict[str, tuple[int, int]]:
-    """First value and number of values of each loop."""
-    import islpy as isl
-
-    found: dict[str, tuple[int, int]] = {}
-    for domain in kernel.domains:
-        if isinstance(domain, isl.BasicSet):
-            domain = domain.to_set()
-        count = domain.dim(isl.dim_type.set)
-        size = 1
-        for position in range(count):
-            iname = domain.get_dim_name(isl.dim_type.set, position)
-            low, high = (_constant(bound(position)) for bound in (domain.dim_min, domain.dim_max))
-            if low is None or high is None:
-                raise UnsupportedLoopError(f"{where}: loop {iname} has no constant bounds")
-            found[iname] = (low, high - low + 1)
-            size *= max(high - low + 1, 0)
-        if count > 1 and size:
-            box = isl.Set.universe(domain.space)
-            for position in range(count):
-                low, extent = found[domain.get_dim_name(isl.dim_type.set, position)]
-                box = box.lower_bound_val(isl.dim_type.set, position, low)
-                box = box.upper_bound_val(isl.dim_type.set, position, low + extent - 1)
-            if not box.is_equal(domain):
-                raise UnsupportedLoopError(f"{where}: the bounds of its loops depend on each other")
-    return found
-
-
-def _constant(bound: Any) -> int | None:
-    pieces = bound.get_pieces()
-    if len(pieces) != 1 or not pieces[0][1].is_cst():
-        return None
-    return int(pieces[0][1].get_constant_val().to_python())
-
-
-def _tree(kernel: Any, where: str) -> tuple[_Loop | _Instruction, ...]:
-    """The instructions of ``kernel`` as a tree of loops, in an order that respects dependencies."""
-    instructions = list(kernel.instructions)
-    number = {instruction.id: i for i, instruction in enumerate(instructions)}
-    needs = [
-        [number[d] for d in instruction.depends_on if d in number] for instruction in instructions
-    ]
-    extents = _extents(kernel, where)
-    reductions = {
-        iname for i in instructions for iname in getattr(i, "reduction_inames", lambda: ())()
-    }
-    priorities = [tuple(p) for p in kernel.loop_priority]
-
-    def outermost(candidates: list[str]) -> str:
-        for candidate in candidates:
-            if not any(
-                candidate in p and other in p and p.index(other) < p.index(candidate)
-                for p in priorities
-                for other in candidates
-            ):
-                return candidate
-        return candidates[0]
-
-    def build(members: list[int], outer: frozenset[str]) -> tuple[_Loop | _Instruction, ...]:
-        inames = {i: instructions[i].within_inames - outer - reductions for i in members}
-        by_iname: dict[str, list[int]] = {}
-        for i in members:
-            for iname in inames[i]:
-                by_iname.setdefault(iname, []).append(i)
-        # instructions that share a loop form one node of the tree at this level
-        node_of = {i: i for i in members}
-
-        def root(i: int) -> int:
-            while node_of[i] != i:
-                node_of[i] = node_of[node_of[i]]
-                i = node_of[i]
-            return i
-
-        for group in by_iname.values():
-            for i in group[1:]:
-                a, b = root(group[0]), root(i)
-                node_of[max(a, b)] = min(a, b)
-        nodes: dict[int, list[int]] = {}
-        for i in members:
-            nodes.setdefault(root(i), []).append(i)
-        # order the nodes: topological, ties by position
-        before: dict[int, set[int]] = {n: set() for n in nodes}
-        after: dict[int, list[int]] = {n: [] for n in nodes}
-        inside = set(members)
-        for i in members:
-            for j in needs[i]:
-                if j in inside and root(j) != root(i) and root(j) not in before[root(i)]:
-                    before[root(i)].add(root(j))
-                    after[root(j)].append(root(i))
-        waiting = {n: len(b) for n, b in before.items()}
-        ready = [n for n, count in waiting.items() if not count]
-        heapq.heapify(ready)
-        result: list[_Loop | _Instruction] = []
-        while ready:
-            n = heapq.heappop(ready)
-            group = nodes[n]
-            if len(group) == 1 and not inames[group[0]]:
-                result.append(_Instruction(instructions[group[0]]))
-            else:
-                shared = sorted(
-                    iname for iname in inames[group[0]] if len(by_iname[iname]) == len(group)
-                )
-                if not shared:
-                    raise UnsupportedLoopError(
-                        f"{where}: instructions {', '.join(instructions[i].id for i in group[:4])} "
-                        "share loops that do not nest"
-                    )
-                iname = outermost(shared)
-                if iname not in extents:
-                    raise UnsupportedLoopError(f"{where}: loop {iname} has no domain")
-                start, extent = extents[iname]
-                result.append(_Loop(iname, start, extent, build(group, outer | {iname})))
-            for m in after[n]:
-                waiting[m] -= 1
-                if not waiting[m]:
-                    heapq.heappush(ready, m)
-        if len(result) != len(nodes):
-            raise UnsupportedLoopError(f"{where}: its dependencies form a cycle")
-        return tuple(result)
-
-    return build(list(range(len(instructions))), frozenset())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -475,7 +336,7 @@ class _Importer:
         self.executed = 0
         self.counter = itertools.count()
         self.whole: dict[_Value, tuple[int, _Stored]] = {}
-        self.trees: dict[int, tuple[Any, tuple[_Loop | _Instruction, ...]]] = {}
+        self.trees: dict[int, tuple[Any, tuple[Loop | Instruction, ...]]] = {}
 
     def run(
         self,
@@ -527,7 +388,7 @@ class _Importer:
         if arrays != len(intents):
             raise UnsupportedLoopError(f"{where}: more intents than array arguments")
         self.call(kernel, variables, where, prefix="")
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         replaced: set[Source] = set()
         for argument, intent, parts in outputs:
             found = self.pieces(argument)
@@ -581,9 +442,9 @@ class _Importer:
     def divided(
         self,
         argument: KernelArgument,
-        pieces: list[_Piece],
+        pieces: list[Piece],
         parts: Sequence[tuple[KernelArgument, Part]],
-    ) -> list[_Piece]:
+    ) -> list[Piece]:
         """Pieces of ``argument`` as pieces of its parts."""
         whole = self.wholes[argument]
         owner = np.full(whole, -1)
@@ -591,7 +452,7 @@ class _Importer:
             owner[tuple(slice(b, b + n) for b, n in zip(part.start, part.shape, strict=True))] = (
                 number
             )
-        found: list[_Piece] = []
+        found: list[Piece] = []
         for piece in pieces:
             slots = self.positions((piece.slot,), piece.dims, (argument.size,))
             assert slots is not None
@@ -623,17 +484,17 @@ class _Importer:
                 if condition is not None:
                     zero = Scalar(0, value.dtype)
                     value = self.algebra.make("select", condition, value, zero)
-                found.append(_Piece(target, dims, self.flatten(at, box.shape), value))
+                found.append(Piece(target, dims, self.flatten(at, box.shape), value))
         return found
 
     def within(
         self,
-        piece: _Piece,
+        piece: Piece,
         slot: Expr,
         whole: tuple[int, ...],
         part: KernelArgument,
         box: Part,
-    ) -> _Piece:
+    ) -> Piece:
         at = self.unflatten(slot, whole)
         local = tuple(
             [
@@ -641,7 +502,7 @@ class _Importer:
                 for i, start in zip(at, box.start, strict=True)
             ]
         )
-        return _Piece(part, piece.dims, self.flatten(local, box.shape), piece.value)
+        return Piece(part, piece.dims, self.flatten(local, box.shape), piece.value)
 
     # -----------------------------------------------------------------------------------------
     # kernels and instructions
@@ -671,7 +532,7 @@ class _Importer:
             local.append(key)
         found = self.trees.get(id(kernel))
         if found is None:
-            found = self.trees[id(kernel)] = (kernel, _tree(kernel, where))
+            found = self.trees[id(kernel)] = (kernel, tree_of(kernel, where))
         frame = _Frame(kernel, variables, {}, where)
         outside = list(self.guarded)
         # what only this activation sees need not keep its value where a predicate is false
@@ -679,14 +540,14 @@ class _Importer:
         self.execute(found[1], frame)
         self.guarded = outside
 
-    def execute(self, nodes: Iterable[_Loop | _Instruction], frame: _Frame) -> None:
+    def execute(self, nodes: Iterable[Loop | Instruction], frame: _Frame) -> None:
         for node in nodes:
-            if isinstance(node, _Loop):
+            if isinstance(node, Loop):
                 self.loop(node, frame)
             else:
                 self.instruction(node.instruction, frame)
 
-    def loop(self, loop: _Loop, frame: _Frame) -> None:
+    def loop(self, loop: Loop, frame: _Frame) -> None:
         if loop.extent <= 0:
             return
         if loop.extent > 1 and self.try_parallel(loop, frame):
@@ -1247,11 +1108,11 @@ class _Importer:
     # -----------------------------------------------------------------------------------------
     # loops
 
-    def written(self, nodes: Iterable[_Loop | _Instruction], frame: _Frame) -> dict[str, None]:
+    def written(self, nodes: Iterable[Loop | Instruction], frame: _Frame) -> dict[str, None]:
         """The arrays that are stored to, in a stable order."""
         found: dict[str, None] = {}
         for node in nodes:
-            if isinstance(node, _Loop):
+            if isinstance(node, Loop):
                 found.update(self.written(node.body, frame))
                 continue
             for assignee in getattr(node.instruction, "assignees", ()):
@@ -1262,7 +1123,7 @@ class _Importer:
                     found[view.array] = None
         return found
 
-    def try_parallel(self, loop: _Loop, frame: _Frame) -> bool:
+    def try_parallel(self, loop: Loop, frame: _Frame) -> bool:
         algebra = self.algebra
         before = dict(self.state)
         types = dict(self.arrays)
@@ -1736,7 +1597,7 @@ class _Importer:
         name = type(expression.operation).__name__
         if name != "SumReductionOperation":
             raise UnsupportedLoopError(f"{frame.where}: reduction {name}")
-        extents = _extents(frame.kernel, frame.where)
+        extents = extents_of(frame.kernel, frame.where)
         dims = []
         for iname in expression.inames:
             start, extent = extents[iname]
@@ -1875,7 +1736,7 @@ class _Importer:
 
     def sub_array(self, shape: tuple[int, ...], actual: Any, frame: _Frame, where: str) -> _View:
         swept = [variable.name for variable in actual.swept_inames]
-        extents = _extents(frame.kernel, where)
+        extents = extents_of(frame.kernel, where)
         box = tuple(extents[iname][1] for iname in swept)
         if not shape:
             shape = box
@@ -1957,7 +1818,7 @@ class _Importer:
     # -----------------------------------------------------------------------------------------
     # results
 
-    def pieces(self, argument: KernelArgument) -> list[_Piece]:
+    def pieces(self, argument: KernelArgument) -> list[Piece]:
         """The argument's new value (what is added to it, for INC) as pieces that are summed."""
         value: _Value | None = self.state[argument.name]
         nodes: list[_Update] = []
@@ -1990,20 +1851,20 @@ class _Importer:
             if isinstance(entry, Scalar) and entry.value == 0:
                 continue
             slot = self.flatten(update.subscripts, argument.shape)
-            pieces.append(_Piece(argument, update.dims, slot, entry))
+            pieces.append(Piece(argument, update.dims, slot, entry))
         return pieces
 
-    def replacement(self, argument: KernelArgument) -> list[_Piece]:
+    def replacement(self, argument: KernelArgument) -> list[Piece]:
         """The whole value of an argument as one piece."""
         value = self.state[argument.name]
         stored = self.materialise(argument.name, value, f"kernel {self.name}")
         axes = tuple(Dim(f"a{i}", extent) for i, extent in enumerate(argument.shape))
         at = tuple([IndexOf(axis) for axis in axes])
         slot = self.flatten(at, argument.shape)
-        return [_Piece(argument, axes, slot, Load(stored.source, (*stored.leading, *at)))]
+        return [Piece(argument, axes, slot, Load(stored.source, (*stored.leading, *at)))]
 
     def finish(
-        self, name: str, arguments: list[KernelArgument], pieces: list[_Piece], whole: set[Source]
+        self, name: str, arguments: list[KernelArgument], pieces: list[Piece], whole: set[Source]
     ) -> LocalKernel:
         """The program: each definition handed to the builder, those that others need first."""
         builder = Builder()
@@ -2058,7 +1919,7 @@ class _Importer:
             dims = tuple(names[d] for d in definition.dims)
             if definition.reductions:
                 over = tuple(names[d] for d in definition.reductions)
-                value = _Separation(builder, bodies, over, numbers).reduce(body)
+                value = Separation(builder, bodies, over, numbers).reduce(body)
             elif isinstance(body, Load | Scalar) or definition.result in inlined:
                 value = body
             else:
@@ -2097,7 +1958,7 @@ class _Importer:
         return builder.finish(name, arguments, finished, whole)  # type: ignore[arg-type]
 
     def same_nest(
-        self, pieces: list[_Piece], by_result: Mapping[Source, _Definition]
+        self, pieces: list[Piece], by_result: Mapping[Source, _Definition]
     ) -> set[Source]:
         """Definitions that are needed only in loop nests of just their own dimensions.
 
@@ -2121,157 +1982,6 @@ class _Importer:
                     done.add(used.result)
                     consumers.append((used.body, frozenset((*used.dims, *used.reductions))))
         return found
-
-
-_MOST_TERMS = 64
-"""Terms that a sum may be expanded into."""
-
-
-@dataclass(eq=False)
-class _Separation:
-    """Sums over what is known now, taken out of sums over what is not.
-
-    In sum_q phi[q, j] (g0 psi0[q, k] + g1 psi1[q, k]) the g do not depend on q. Where that holds
-    for all that depends on data, the sum is g0 T0[j, k] + g1 T1[j, k] with tables T that are
-    computed now (the tensor representation of Kirby and Logg, "A compiler for variational forms",
-    2006).
-    Which of the two is cheaper depends on the number of terms and of quadrature points.
-
-    Parameters
-    ----------
-    builder
-        What the expressions belong to.
-    bodies
-        Dimensions and bodies of temporaries that may be looked into.
-    over
-        The dimensions to sum over.
-    numbers
-        Numbers of factors, in the order in which they were met: programs must come out the same in
-        each process.
-    """
-
-    builder: Builder
-    bodies: Mapping[Source, tuple[tuple[Dim, ...], Expr]]
-    over: tuple[Dim, ...]
-    numbers: dict[Expr, int]
-
-    def reduce(self, body: Expr) -> Expr:
-        """``body`` summed over ``over``."""
-        builder = self.builder
-        terms = self.terms(body)
-        points = math.prod(d.extent for d in self.over)
-        if terms is None or len(terms) >= points * _count_terms(body):
-            return builder.reduce(body, self.over)
-        result: Expr | None = None
-        for factors, value in terms.items():
-            term = value
-            for factor in factors:
-                term = factor if term is None else builder.op("mul", term, factor)
-            assert term is not None
-            term = builder.reduce(term, self.over)
-            result = term if result is None else builder.op("add", result, term)
-        return Scalar(0, body.dtype) if result is None else result
-
-    def terms(self, node: Expr) -> dict[tuple[Expr, ...], Expr | None] | None:
-        """``node`` as a sum of products.
-
-        The keys are the constant factors, the values what does not depend on ``over`` (None for 1).
-        None where it has no such form, or one of too many terms.
-        """
-        builder = self.builder
-        if not builder.dims(node) & frozenset(self.over):
-            return {(): node}
-        if builder.is_constant(node):
-            return {tuple(self.factors(node)): None}
-        match node:
-            case Load() if node.source in self.bodies:
-                dims, body = self.bodies[node.source]
-                moved = dict(zip(dims, node.children, strict=True))
-                return self.terms(builder.substitute(body, moved))
-            case Op(name="mul"):
-                left, right = (self.terms(child) for child in node.children)
-                if left is None or right is None or len(left) * len(right) > _MOST_TERMS:
-                    return None
-                found: dict[tuple[Expr, ...], Expr | None] = {}
-                for (f, a), (g, b) in itertools.product(left.items(), right.items()):
-                    value = a if b is None else b if a is None else builder.op("mul", a, b)
-                    key = tuple(sorted((*f, *g), key=self.numbers.__getitem__))
-                    self.add(found, key, value, node.dtype)
-                return found
-            case Op(name="neg"):
-                inner = self.terms(node.children[0])
-                return None if inner is None else self.negated(inner, node.dtype)
-            case Op(name="add" | "sub"):
-                left, right = (self.terms(child) for child in node.children)
-                if left is None or right is None or len(left) + len(right) > _MOST_TERMS:
-                    return None
-                if node.name == "sub":
-                    right = self.negated(right, node.dtype)
-                found = dict(left)
-                for key, value in right.items():
-                    self.add(found, key, value, node.dtype)
-                return found
-            case Op(name="div"):
-                numerator, denominator = node.children
-                inner = self.terms(numerator)
-                if inner is None or builder.dims(denominator) & frozenset(self.over):
-                    return None
-                one = Scalar(1, node.dtype)
-                return {
-                    key: builder.op("div", one if value is None else value, denominator)
-                    for key, value in inner.items()
-                }
-        return None
-
-    def factors(self, node: Expr) -> list[Expr]:
-        found: list[Expr] = []
-        stack = [node]
-        while stack:
-            factor = stack.pop()
-            if isinstance(factor, Op) and factor.name == "mul":
-                stack.extend(factor.children)
-            else:
-                found.append(factor)
-        for factor in found:
-            self.numbers.setdefault(factor, len(self.numbers))
-        return sorted(found, key=self.numbers.__getitem__)
-
-    def add(
-        self,
-        terms: dict[tuple[Expr, ...], Expr | None],
-        key: tuple[Expr, ...],
-        value: Expr | None,
-        dtype: Any,
-    ) -> None:
-        if key in terms:
-            one = Scalar(1, dtype)
-            old = terms[key]
-            a, b = (one if x is None else x for x in (old, value))
-            value = self.builder.op("add", a, b)
-        terms[key] = value
-
-    def negated(
-        self, terms: Mapping[tuple[Expr, ...], Expr | None], dtype: Any
-    ) -> dict[tuple[Expr, ...], Expr | None]:
-        one = Scalar(1, dtype)
-        return {
-            key: self.builder.op("neg", one if value is None else value)
-            for key, value in terms.items()
-        }
-
-
-def _count_terms(node: Expr) -> int:
-    if isinstance(node, Op) and node.name in ("add", "sub"):
-        return sum(_count_terms(child) for child in node.children)
-    return 1
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    argument: KernelArgument
-    dims: tuple[Dim, ...]
-    slot: Expr
-    value: Expr
 
 
 _NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
