@@ -11,15 +11,16 @@ import ctypes
 import numpy as np
 import pytest
 
-PETSc = pytest.importorskip("petsc4py.PETSc", reason="needs petsc4py")
+pytest.importorskip("petsc4py", reason="needs petsc4py")
 
-from builder import KernelBuilder, dims_of, entry  # noqa: E402
-from meshes import random_map  # noqa: E402
+from builder import KernelBuilder, dims_of, entry
+from meshes import random_map
+from petsc4py import PETSc
 
-from pyop3_mlir import engine  # noqa: E402
-from pyop3_mlir.errors import DeviceError, UnsupportedLoopError  # noqa: E402
-from pyop3_mlir.frontends.petsc import library  # noqa: E402
-from pyop3_mlir.frontends.petsc_device import (  # noqa: E402
+from pyop3_mlir import engine
+from pyop3_mlir.errors import DeviceError, UnsupportedLoopError
+from pyop3_mlir.frontends.petsc import library
+from pyop3_mlir.frontends.petsc_device import (
     CooMatrix,
     CooPlan,
     VecMemory,
@@ -31,9 +32,9 @@ from pyop3_mlir.frontends.petsc_device import (  # noqa: E402
     plan_coo,
     wait_for_petsc,
 )
-from pyop3_mlir.kernels.program import Op  # noqa: E402
-from pyop3_mlir.lowering.schedule import Schedule  # noqa: E402
-from pyop3_mlir.parloop import (  # noqa: E402
+from pyop3_mlir.kernels.program import Op
+from pyop3_mlir.lowering.schedule import Schedule
+from pyop3_mlir.parloop import (
     INC,
     READ,
     RW,
@@ -43,8 +44,8 @@ from pyop3_mlir.parloop import (  # noqa: E402
     IterationSet,
     Parloop,
 )
-from pyop3_mlir.runtime.devices import get_device, offline_device  # noqa: E402
-from pyop3_mlir.runtime.executable import Buffer, aligned_empty  # noqa: E402
+from pyop3_mlir.runtime.devices import get_device, offline_device
+from pyop3_mlir.runtime.executable import Buffer, aligned_empty
 
 CELLS, NODES = 60, 25
 SCALAR = np.dtype(PETSc.ScalarType)
