@@ -24,6 +24,7 @@ from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
 
 if TYPE_CHECKING:
+    from pyop3_mlir.frontends.pyop2_devices import DeviceData
     from pyop3_mlir.engine import BoundLoop
 
 __all__ = ["Backend", "Entry", "VerificationError", "attach", "attached", "detach"]
@@ -158,6 +159,7 @@ class Backend:
         self._failed: set[str] = set()
         self._bound: weakref.WeakSet[_Bound] = weakref.WeakSet()
         self._plans: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._devices: DeviceData | None = None
 
     # -----------------------------------------------------------------------------------------
     # in and out
@@ -180,6 +182,11 @@ class Backend:
         self._replace(parloop, "_compute", _compute)
         self._align()
         from pyop3_mlir.frontends import tsfc
+        from pyop3_mlir.frontends.pyop2_devices import DeviceData
+
+        self._devices = DeviceData.of(self.options)
+        if self._devices is not None:
+            self._devices.attach(self._replace_raw)
 
         importer = tsfc.side_channel(self._replace)
         if importer is not None:
@@ -187,6 +194,8 @@ class Backend:
 
     def detach(self) -> None:
         """Put back what was replaced, and forget the loops, but not what was counted of them."""
+        if self._devices is not None:
+            self._devices.detach()
         while self._undo:
             self._undo.pop()()
         for bound in self._bound:
@@ -265,6 +274,8 @@ class Backend:
             self._tune_if_hot(bound, loop)
         started = time.perf_counter()
         if bound.call is None:
+            if self._devices is not None:
+                self._devices.to_host(loop)
             self.original(loop, part)
         elif self.options.verify:
             self._verify(bound, loop, part)
@@ -304,12 +315,11 @@ class Backend:
                 return False
         return not bound.lgmaps or bound.lgmaps == _lgmaps(loop)[0]
 
-    @staticmethod
-    def _renew(bound: _Bound, loop: Any) -> None:
+    def _renew(self, bound: _Bound, loop: Any) -> None:
         """Bind a loop again where memory has moved. That may be so on one process only."""
         from pyop3_mlir.engine import BoundLoop
 
-        reading = bound.reading = bound.reading.plan.bind(loop)
+        reading = bound.reading = bound.reading.plan.bind(loop, self._devices)
         call: Any = bound.call
 
         def again(old: BoundLoop | None, parloop: Any) -> Any:
@@ -364,7 +374,7 @@ class Backend:
             if reading is not None and reading.current():
                 main = known.main
                 return Proposal(reading.parloop, main.schedule, main.reason, main)
-            reading, known = plan.bind(loop), None
+            reading, known = plan.bind(loop, self._devices), None
             # on other data than before no new choice is made
             _, schedule, reason = plan.schedules.get(id(self), (None, None, ""))
             return self._proposal(reading, schedule, reason)

@@ -23,6 +23,8 @@ import numpy.typing as npt
 from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.distributed import Entries, Share, find_entries, halves
 from pyop3_mlir.frontends.petsc import BATCH, DistributedValues, MatrixValues, nonzero_state
+from pyop3_mlir.frontends.petsc_device import VecMemory
+from pyop3_mlir.frontends.pyop2_devices import DeviceData, DeviceValues, acquire
 from pyop3_mlir.kernels.loopy import Intent, Part, import_once
 from pyop3_mlir.kernels.program import Load, LocalKernel, postorder
 from pyop3_mlir.parloop import (
@@ -43,6 +45,7 @@ from pyop3_mlir.parloop import (
 __all__ = ["Reading", "plan_for", "read_parloop"]
 
 Array = npt.NDArray[Any]
+Values = MatrixValues | DeviceValues
 Importer = Callable[[Any, Sequence[Intent]], "LocalKernel | None"]
 
 
@@ -360,13 +363,14 @@ class Plan:
     bindings: dict[Any, Any] = field(default_factory=dict)
     schedules: dict[Any, Any] = field(default_factory=dict)
 
-    def bind(self, loop: Any) -> Reading:
-        """The loop on the data that ``loop`` has now."""
+    def bind(self, loop: Any, devices: DeviceData | None = None) -> Reading:
+        """The loop on the data that ``loop`` has now, where ``devices`` has some on a device."""
         arguments: list[Any] = []
-        matrices: list[MatrixValues] = []
+        matrices: list[MatrixValues | DeviceValues] = []
         elements: list[Elements] = []
         copies: list[tuple[Any, int]] = []
         globals_: list[tuple[int, Array, bool]] = []
+        memories: list[tuple[VecMemory, Access]] = []
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
         for place, formal in zip(self.places, self.kernel.arguments, strict=True):
@@ -394,15 +398,21 @@ class Plan:
                 continue
             if place.matrix is not None:
                 pieces = sum(output.argument is formal for output in self.kernel.outputs)
-                argument, handle = _bind_matrix(place, data, self.iteration, batch, pieces)
-                (matrices if isinstance(handle, MatrixValues) else elements).append(handle)  # type: ignore[arg-type]
+                argument, handle = _bind_matrix(place, data, self.iteration, batch, pieces, devices)
+                (elements if isinstance(handle, Elements) else matrices).append(handle)  # type: ignore[arg-type]
                 arguments.append(argument)
                 continue
             if data is None:
                 assert self.iteration.layer is not None
                 buffer: Array = self.iteration.layer
             else:
-                buffer = _buffer(data, place.field)
+                memory = None if devices is None else devices.vector(data, place.field)
+                if memory is None:
+                    buffer = _buffer(data, place.field)
+                else:
+                    assert place.access is not None
+                    memories.append((memory, place.access))
+                    buffer = memory.array
             if buffer.dtype.itemsize < 4:
                 if place.access is not READ:
                     raise UnsupportedLoopError(f"{place.name}: dtype {buffer.dtype} is written")
@@ -433,7 +443,7 @@ class Plan:
             parloop = Parloop(self.kernel, iterations, arguments, self.name)
         return Reading(
             parloop, self, tuple(matrices), tuple(elements), tuple(copies), tuple(globals_),
-            shares, border,
+            shares, border, tuple(memories),
         )  # fmt: skip
 
 
@@ -508,20 +518,24 @@ class Reading:
         Distributed matrices; :meth:`finish` hands over what has been computed of them.
     border
         Where there are some, the loop over the entities that are not in ``parloop``.
+    memories
+        Vectors on a device, and what the loop does to them.
     """
 
     parloop: Parloop
     plan: Plan
-    matrices: tuple[MatrixValues, ...] = ()
+    matrices: tuple[MatrixValues | DeviceValues, ...] = ()
     elements: tuple[Elements, ...] = ()
     copies: tuple[tuple[Any, int], ...] = ()
     globals: tuple[tuple[int, Array, bool], ...] = ()
     shares: tuple[Share, ...] = ()
     border: Parloop | None = None
+    memories: tuple[tuple[VecMemory, Access], ...] = ()
 
     def current(self) -> bool:
         """Whether memory and copies are still what they were."""
         memory: list[Any] = [*self.matrices, *(share.values for share in self.shares)]
+        memory += [held for held, _ in self.memories]
         return all(m.current() for m in memory) and all(
             data.dat_version == version for data, version in self.copies
         )
@@ -532,6 +546,10 @@ class Reading:
 
     def run(self, call: Callable[[int, int], None], start: int, stop: int, loop: Any) -> None:
         """Run iterations ``[start, stop)`` by ``call(start, stop)``, for the data of ``loop``."""
+        with acquire(self.memories):
+            self._run(call, start, stop, loop)
+
+    def _run(self, call: Callable[[int, int], None], start: int, stop: int, loop: Any) -> None:
         for number, buffer, _ in self.globals:
             buffer[...] = loop.arguments[number].data._data.reshape(-1)
         for share in self.shares:
@@ -862,8 +880,13 @@ def _size(place: Place, axis: int) -> int:
 
 
 def _bind_matrix(
-    place: Place, mat: Any, iteration: Iteration, batch: int, pieces: int
-) -> tuple[Argument, MatrixValues | Elements]:
+    place: Place,
+    mat: Any,
+    iteration: Iteration,
+    batch: int,
+    pieces: int,
+    devices: DeviceData | None = None,
+) -> tuple[Argument, MatrixValues | DeviceValues | Elements]:
     assert place.matrix is not None
     assert place.access is not None
     block = mat if place.field is None else _block(mat, place.field)
@@ -871,9 +894,10 @@ def _bind_matrix(
     holder = getattr(block, "_parent", block)
     if handle.getType() in ("python", "is"):
         raise UnsupportedLoopError(f"a matrix of type {handle.getType()}")
-    if holder.handle.getType() not in ("seqaij", "seqbaij", "seqdense"):
+    held = None if devices is None else devices.matrix(holder, place.access)
+    if held is None and holder.handle.getType() not in ("seqaij", "seqbaij", "seqdense"):
         return _bind_elements(place, handle, iteration, batch, pieces)
-    values = matrix_values(holder)
+    values = held or matrix_values(holder)
     table = _positions(place.matrix, block, holder, values)
     argument = Argument.matrix(
         values.array, place.access, table, place.matrix.rows, name=str(place.name)
@@ -1028,7 +1052,7 @@ def matrix_values(mat: Any) -> MatrixValues:
     return values
 
 
-def _positions(matrix: _Matrix, block: Any, holder: Any, values: MatrixValues) -> IndexTable:
+def _positions(matrix: _Matrix, block: Any, holder: Any, values: Values) -> IndexTable:
     """Where the entries of element matrices lie among the values, kept with the sparsity."""
     lgmaps = block.handle.getLGMap()
     cache = _identity_cache(holder.sparsity).setdefault("positions", {})
@@ -1049,7 +1073,7 @@ def _positions(matrix: _Matrix, block: Any, holder: Any, values: MatrixValues) -
     return result
 
 
-def _pattern_key(values: MatrixValues) -> Any:
+def _pattern_key(values: Values) -> Any:
     if values.pattern is None:
         return values.array.size
     found = values.__dict__.get("_key")
@@ -1066,7 +1090,7 @@ def _lgmap_key(lgmap: Any) -> str:
 
 
 def _find_positions(
-    matrix: _Matrix, block: Any, holder: Any, values: MatrixValues, lgmaps: Sequence[Any]
+    matrix: _Matrix, block: Any, holder: Any, values: Values, lgmaps: Sequence[Any]
 ) -> IndexTable:
     from pyop3_mlir.planning import csr_positions
 
