@@ -135,6 +135,9 @@ class Rows:
         if key not in self._loops:
             parloop, packed = self._parloop(name)
             self._loops[key] = BoundLoop(parloop, _SCHEDULE, device), packed
+            if name == "get" and packed is not None:
+                # all of it will be written there
+                packed.changed_alike(False, (device,))
         return self._loops[key]
 
     def _parloop(self, name: str) -> tuple[Parloop, Resident | None]:
