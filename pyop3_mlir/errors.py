@@ -15,6 +15,7 @@ __all__ = [
     "OptionError",
     "Pyop3MlirError",
     "UnsupportedLoopError",
+    "VerificationError",
 ]
 
 
@@ -44,3 +45,7 @@ class OptionError(Pyop3MlirError, ValueError):
 
 class NotAttachedError(Pyop3MlirError, RuntimeError):
     """A back end was to be taken off a package that it is not attached to."""
+
+
+class VerificationError(Pyop3MlirError, AssertionError):
+    """The result differs from the original engine's (only looked for with the setting verify)."""

@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
-from pyop3_mlir.errors import Pyop3MlirError, UnsupportedLoopError
+from pyop3_mlir.errors import UnsupportedLoopError, VerificationError
 from pyop3_mlir.frontends.stack import Stack
 from pyop3_mlir.options import Options
-from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
+from pyop3_mlir.parloop import Parloop
 
 if TYPE_CHECKING:
-    from pyop3_mlir.frontends.pyop2_devices import DeviceData
     from pyop3_mlir.engine import BoundLoop
+    from pyop3_mlir.frontends.pyop2_devices import DeviceData
+    from pyop3_mlir.frontends.verify import Trial
 
 __all__ = ["Backend", "Entry", "VerificationError", "attach", "attached", "detach"]
 
@@ -45,10 +45,6 @@ def choosing(options: Options, measure: bool) -> Options:
         # what is remembered is used, nothing is measured before the loop is hot
         return replace(options, tune_budget=0.0)
     return replace(options, tune="off")
-
-
-class VerificationError(Pyop3MlirError, AssertionError):
-    """The engine's result differs from PyOP2's (only looked for with the setting ``verify``)."""
 
 
 @dataclass
@@ -130,6 +126,7 @@ class _Bound:
     reading: Any = None
     call: _Call | None = None
     error: Exception | None = None
+    trial: Trial | None = None
     calls: int = 0
     seconds: float = 0.0
     left: float = 0.0
@@ -137,7 +134,7 @@ class _Bound:
 
     def release(self) -> None:
         """Let go of the data and of what runs on it."""
-        self.backend = self.reading = self.call = self.error = None
+        self.backend = self.reading = self.call = self.error = self.trial = None
         self.data = self.keep = ()
 
 
@@ -498,94 +495,16 @@ class Backend:
 
     def _verify(self, bound: _Bound, loop: Any, part: Any) -> None:
         """Run both engines on the same data, compare, and keep PyOP2's result."""
-        if bound.reading.elements or bound.reading.shares:
-            # their entries may wait for another process: nothing to compare with
-            self._run(bound, loop, part)
-            return
-        written = [
-            (number, argument, self._target(loop, place, argument))
-            for number, (argument, place) in enumerate(
-                zip(bound.reading.parloop.arguments, bound.reading.plan.places, strict=True)
-            )
-            if argument.access.writes
-        ]
-        before = [target.copy() for _, _, target in written]
-        self._run(bound, loop, part)
-        ours = [target.copy() for _, _, target in written]
-        for (_, _, target), old in zip(written, before, strict=True):
-            target[...] = old
-        self.original(loop, part)
-        for (number, argument, target), found, old in zip(written, ours, before, strict=True):
-            where = f"loop {bound.entry.name}, argument {argument.name}"
-            try:
-                compare(where, found, target, old)
-            except VerificationError:
-                if argument.access is not INC:
-                    raise
-                # a sum that cancels is no more exact than what is added up
-                parts = self._contributions(bound.reading, number, *bound.reading.range(part))
-                compare(where, found, target, parts)
+        from pyop3_mlir.frontends.verify import Trial
 
-    @staticmethod
-    def _target(loop: Any, place: Any, argument: Argument) -> npt.NDArray[Any]:
-        """The memory that an argument changes, flat."""
-        if place.shared:
-            found: npt.NDArray[Any] = loop.arguments[place.number].data._data.reshape(-1)
-            return found
-        return argument.buffer
-
-    def _contributions(self, reading: Any, number: int, start: int, stop: int) -> Any:
-        """What single iterations of a loop add to an argument (some of the iterations)."""
-        from pyop3_mlir import engine
-
-        loop = reading.parloop
-        iterations = loop.iteration_set
-        stop = min(stop, start + 256)
-        rows = np.full((iterations.extent, 1), -1, np.int32)
-        at = slice(start, stop)
-        rows[at if iterations.entities is None else iterations.entities[at], 0] = range(
-            stop - start
-        )
-        slots = loop.arguments[number].slots
-        values = np.zeros((stop - start) * slots, loop.arguments[number].buffer.dtype)
-        table = IndexTable(rows, stop - start, allow_negative=True)
-        arguments = list(loop.arguments)
-        arguments[number] = Argument(values, INC, Kind.INDIRECT, table, slots)
-        for other, argument in enumerate(arguments):
-            if argument.access.writes and other != number:
-                arguments[other] = replace(argument, buffer=argument.buffer.copy())
-        single = Parloop(loop.kernel, iterations, arguments, loop.name)
-        engine.compile(single, options=replace(self.options, tune="off"))(start, stop)
-        return values
-
-
-def compare(
-    where: str,
-    found: npt.NDArray[Any],
-    expected: npt.NDArray[Any],
-    others: npt.NDArray[Any],
-) -> None:
-    """Raise :class:`VerificationError` unless two results agree to rounding.
-
-    The largest difference may be 1e-12 (single precision: 1e-5) of the largest value in
-    ``expected`` and ``others``.
-    """
-    if not found.size:
-        return
-    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
-    difference = np.where(same, 0, np.abs(found - expected))
-    if found.dtype.kind in "iu":
-        tolerance, scale = 0.0, 1.0
-    else:
-        tolerance = 1e-12 if np.finfo(found.dtype).precision > 10 else 1e-5
-        finite = [np.abs(a[np.isfinite(a)]) for a in (expected, others)]
-        scale = max((float(a.max()) for a in finite if a.size), default=0.0)
-    worst = float(np.nanmax(difference)) if difference.size else 0.0
-    if np.isnan(difference).any() or worst > tolerance * scale:
-        at = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
-        raise VerificationError(
-            f"{where}: entry {at} is {found[at]!r}, PyOP2 has {expected[at]!r}; the difference "
-            f"{worst:.3g} is more than {tolerance:g} of {scale:.3g}"
+        if part is loop.iterset.core_part:
+            bound.trial = Trial(bound.entry.name, loop, self.options)
+        assert bound.trial is not None
+        bound.trial.run(
+            bound.reading,
+            part,
+            lambda: self._run(bound, loop, part),
+            lambda: self.original(loop, part),
         )
 
 

@@ -42,7 +42,7 @@ from pyop3_mlir.parloop import (
     Parloop,
 )
 
-__all__ = ["Reading", "plan_for", "read_parloop"]
+__all__ = ["Reading", "matrix_of", "plan_for", "read_parloop"]
 
 Array = npt.NDArray[Any]
 Values = MatrixValues | DeviceValues
@@ -889,9 +889,8 @@ def _bind_matrix(
 ) -> tuple[Argument, MatrixValues | DeviceValues | Elements]:
     assert place.matrix is not None
     assert place.access is not None
-    block = mat if place.field is None else _block(mat, place.field)
+    block, holder = matrix_of(place, mat)
     handle = block.handle
-    holder = getattr(block, "_parent", block)
     if handle.getType() in ("python", "is"):
         raise UnsupportedLoopError(f"a matrix of type {handle.getType()}")
     held = None if devices is None else devices.matrix(holder, place.access)
@@ -905,9 +904,13 @@ def _bind_matrix(
     return argument, values
 
 
-def _block(mat: Any, number: int) -> Any:
-    columns = mat.sparsity.shape[1]
-    return mat[number // columns, number % columns]
+def matrix_of(place: Place, mat: Any) -> tuple[Any, Any]:
+    """The block of a PyOP2 matrix that an argument addresses, and the matrix that holds it."""
+    block = mat
+    if place.field is not None:
+        columns = mat.sparsity.shape[1]
+        block = mat[place.field // columns, place.field % columns]
+    return block, getattr(block, "_parent", block)
 
 
 def _bind_elements(
@@ -935,8 +938,7 @@ def _is_distributed(place: Place, mat: Any) -> bool:
     """Whether an argument is a matrix of which a process has only some rows."""
     if place.matrix is None:
         return False
-    block = mat if place.field is None else _block(mat, place.field)
-    holder = getattr(block, "_parent", block)
+    block, holder = matrix_of(place, mat)
     return bool(block.handle.getType() != "is" and holder.handle.getType() == "mpiaij")
 
 
@@ -967,8 +969,7 @@ def _shares_of(
                 continue
             assert place.matrix is not None
             assert place.access is not None
-            block = data if place.field is None else _block(data, place.field)
-            holder = getattr(block, "_parent", block)
+            block, holder = matrix_of(place, data)
             share = shares.get(id(holder))
             if share is None:
                 share = shares[id(holder)] = _share_of(holder)
