@@ -67,6 +67,9 @@ def schedules(case: Case, device: Device) -> list[Schedule]:
     if device.is_host:
         return [Schedule(strategy, "blocked", 8, 4, 4) for strategy in STRATEGIES]
     shapes = [(4, 4)] if case.degree == 1 else [(32, 20), (8, 20), (4, 4)]
+    if (case.rank, case.degree) == (2, 2):
+        # a quarter of the entries of an element matrix, so that its scatter is unrolled whole
+        shapes = [(32, 25), (8, 20)]
     found = []
     for strategy in STRATEGIES:
         wanted = shapes if strategy in ("atomic", "segmented") else shapes[:1]

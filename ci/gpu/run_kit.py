@@ -557,6 +557,8 @@ class Run:
                 "bandwidth,\nof_roofline that of what copy and matrix product allow; traffic is "
                 "compulsory traffic:\neach table and array once, twice where it is changed"
             )
+            if self.device.spec.startswith(("cpu", "vulkan")) or self.arguments.scale < 1:
+                print("THEY ARE FOR A GPU AND --scale 1: what follows says nothing about them")
         for name, what, least, value, schedule in targets:
             state = (
                 "not measured" if value is None else "reached" if value >= least else "NOT reached"

@@ -35,6 +35,8 @@ __all__ = [
 _FEW_WRITES = 16
 # Rows that a thread of a GPU holds in registers, of which it has 255 of 4 bytes.
 _GPU_ROWS = 32
+# A scatter of up to this many values is unrolled whole, so that they need no memory of their own.
+_GPU_SCATTER = 128
 # Threads of a workgroup: few leave room for more groups where each thread has many registers.
 _WORKGROUPS = (64, 128, 256)
 
@@ -225,7 +227,8 @@ def heuristic(
     if traits.gpu:
         # a thread does a cell in one kernel, with its values in registers; flat passes them from
         # kernel to kernel through memory. All rows at once, so that nothing is indexed
-        return Schedule(strategy, "blocked", 1, min(_GPU_ROWS, statistics.accumulators), 20)
+        unroll = max(20, -(-min(statistics.writes, _GPU_SCATTER) // 4))
+        return Schedule(strategy, "blocked", 1, min(_GPU_ROWS, statistics.accumulators), unroll)
     return Schedule(strategy, "blocked", *_shapes(statistics, traits)[0])
 
 
