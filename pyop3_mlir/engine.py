@@ -41,7 +41,7 @@ from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.compile import compile_module
 from pyop3_mlir.runtime.devices import STACK_LIMIT, Device, get_device
 from pyop3_mlir.runtime.executable import BoundFunction, Buffer, Executable, aligned_empty
-from pyop3_mlir.runtime.residency import Resident, Traffic, resident_of, traffic
+from pyop3_mlir.runtime.residency import Resident, Traffic, latest, traffic
 
 __all__ = [
     "BoundLoop",
@@ -710,8 +710,7 @@ class Scratch:
                 return self.copies
             # the first run is compared with that of other schedules, later ones are only timed
             for copy, original in zip(self.copies, self.originals, strict=True):
-                owner = resident_of(original)
-                copy[...] = original if owner is None else owner.data_ro
+                copy[...] = latest(original, self.device)
             for resident in self.residents:
                 resident.host_changed()
             bound()

@@ -29,6 +29,7 @@ __all__ = [
     "Traffic",
     "adopt",
     "device_copy",
+    "latest",
     "resident_of",
     "traffic",
     "traffic_by_device",
@@ -318,6 +319,17 @@ class _Adopted(DeviceCopy):
     def failed(self) -> None:
         """Nothing: whoever owns the memory has what the loop has left."""
 
+    def read(self) -> npt.NDArray[Any]:
+        """A copy of the memory, on the host."""
+        found = np.empty_like(self.array)
+        staging = _staging(self.device)
+        with staging.lock:
+            memory, mapped = staging.get(found.nbytes)
+            staging.copy(self.memory, memory)
+            found.view(np.uint8)[...] = mapped
+        _count(self.device, to_host=found.nbytes)
+        return found
+
 
 def adopt(
     memory: Any, size: int, dtype: npt.DTypeLike, device: Device
@@ -348,6 +360,22 @@ def adopt(
     with _lock:
         _copies[(device.spec, *_range(array), False)] = copy
     return array, copy
+
+
+def latest(array: npt.NDArray[Any], device: Device) -> npt.NDArray[Any]:
+    """The contents of an array as loops on a device see them, for reading.
+
+    Raises
+    ------
+    DeviceError
+        As for :attr:`Resident.data_ro`.
+    """
+    owner = resident_of(array)
+    if owner is not None:
+        return owner.data_ro
+    with _lock:
+        copy = _copies.get((device.spec, *_range(array), False))
+    return copy.read().reshape(array.shape) if isinstance(copy, _Adopted) else array
 
 
 def resident_of(array: npt.NDArray[Any]) -> Resident | None:
