@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import UnsupportedLoopError
+from pyop3_mlir.kernels.factor import factor_sums
 from pyop3_mlir.kernels.products import terms_of
 from pyop3_mlir.kernels.program import (
     INDEX,
@@ -715,7 +716,7 @@ class Builder:
         statements = _computes(groups, roots)
         kernel = LocalKernel(name, tuple(arguments), statements, tuple(outputs))
         kernel.validate()
-        return use_low_rank(fold_weights(kernel))
+        return factor_sums(use_low_rank(fold_weights(kernel)))
 
     def _output(self, piece: Piece) -> Output:
         """An output from a temporary of the piece's dimensions, an existing one where there is."""
