@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,36 @@ from pyop3_mlir.frontends.petsc_device import (
     kind_of_vector,
     obstacle,
 )
+from pyop3_mlir.frontends.pyop2_resident import ResidentMemory
+from pyop3_mlir.kernels.program import (
+    Compute,
+    Dim,
+    IndexOf,
+    KernelArgument,
+    Load,
+    LocalKernel,
+    Op,
+    Output,
+    Scalar,
+    Temporary,
+)
+from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.options import Options
-from pyop3_mlir.parloop import READ, RW, Access
+from pyop3_mlir.parloop import (
+    INC,
+    READ,
+    RW,
+    Access,
+    Argument,
+    IndexTable,
+    IterationSet,
+    Parloop,
+)
+from pyop3_mlir.planning import csr_positions
 from pyop3_mlir.runtime.devices import Device
+
+if TYPE_CHECKING:
+    from pyop3_mlir.engine import BoundLoop
 
 __all__ = ["DeviceData", "DeviceValues"]
 
@@ -90,8 +117,10 @@ class DeviceData:
         """
         from pyop2.types.dat import AbstractDat, Dat
         from pyop2.types.data_carrier import EmptyDataMixin
+        from pyop2.types.mat import Mat
 
         devices = self
+        on_host = Mat.set_local_diagonal_entries
         make_vec = vars(Dat)["_vec"].func
         found = vars(EmptyDataMixin)["_data"]
 
@@ -112,10 +141,24 @@ class DeviceData:
 
             return property(functools.wraps(own.fget)(get))
 
+        @functools.wraps(on_host)
+        def set_local_diagonal_entries(
+            mat: Any, rows: Any, diag_val: float = 1.0, idx: int | None = None
+        ) -> None:
+            values = mat.__dict__.get("_pyop3_mlir_values")
+            if values is None or not devices.holds(mat.handle) or not values.current():
+                on_host(mat, rows, diag_val, idx)
+                return
+            components = mat.dims[0][0][0]
+            nodes = np.asarray(getattr(rows, "indices", rows)).reshape(-1, 1)
+            wanted = np.arange(components) if idx is None or components == 1 else np.array([idx])
+            values.set_diagonal((nodes * components + wanted).reshape(-1), diag_val)
+
         vec_property = functools.cached_property(_vec)
         vec_property.__set_name__(Dat, "_vec")
         replace(Dat, "_vec", vec_property)
         replace(EmptyDataMixin, "_data", property(_data))
+        replace(Mat, "set_local_diagonal_entries", set_local_diagonal_entries)
         for name in ("data_ro", "data_ro_with_halos"):
             replace(AbstractDat, name, read(vars(AbstractDat)[name]))
 
@@ -285,6 +328,7 @@ class DeviceValues:
         self._coo.open()
         self._state = nonzero_state(mat)
         self.array = self._coo.array
+        self._diagonals: dict[tuple[float, bytes], tuple[BoundLoop, VecMemory]] = {}
 
     def current(self) -> bool:
         """Whether the matrix still has the pattern that it was given."""
@@ -295,11 +339,68 @@ class DeviceValues:
         self._coo.close()
         self._coo.open()
 
+    def set_diagonal(self, rows: Array, value: float) -> None:
+        """Give diagonal entries a value, on the device, as boundary conditions do.
 
-def acquire(memories: tuple[tuple[VecMemory, Access], ...]) -> ExitStack:
+        Parameters
+        ----------
+        rows
+            Local numbers of rows; what has none of its own (-1) is left out.
+        value
+            Of all of them.
+        """
+        found = self._diagonals.get((value, rows.tobytes()))
+        if found is None:
+            found = self._plan_diagonal(rows, value)
+            self._diagonals[value, rows.tobytes()] = found
+        loop, diagonal = found
+        self.mat.getDiagonal(diagonal.vec)
+        with diagonal.using(READ):
+            loop()
+        self.changed()
+
+    def _plan_diagonal(self, rows: Array, value: float) -> tuple[BoundLoop, VecMemory]:
+        """The loop that adds to a diagonal entry what it lacks, and what the entries are."""
+        from pyop3_mlir import engine
+
+        assert self.pattern is not None
+        own = self.mat.getLGMap()[0].apply(rows.astype(self.pattern[0].dtype))
+        rows = np.unique(own[own >= 0])
+        size = self.mat.getLocalSize()[0]
+        table = IndexTable(rows.reshape(-1, 1), size)
+        entries = csr_positions(*self.pattern, table, table, name="diagonal")
+        diagonal = VecMemory(self.mat.createVecLeft(), self._coo.device)
+        loop = Parloop(
+            _lacking(value),
+            IterationSet(len(rows)),
+            [
+                Argument.matrix(self.array, INC, entries, table),
+                Argument.indirect(diagonal.array, READ, table),
+            ],
+        )
+        # one colour, since no two entities share an entry
+        schedule = Schedule("in_order" if self._coo.device.is_host else "colour")
+        return engine.compile(loop, self._coo.device, schedule), diagonal
+
+
+def _lacking(value: float) -> LocalKernel:
+    """``entry += value - diagonal``."""
+    entry, diagonal = (KernelArgument(name, (1,), _scalar()) for name in ("entry", "diagonal"))
+    dim = Dim("i", 1)
+    lacking = Temporary("lacking", (1,), _scalar())
+    body = Op("sub", Scalar(_scalar().type(value)), Load(diagonal, (IndexOf(dim),)))
+    return LocalKernel(
+        "diagonal",
+        (entry, diagonal),
+        (Compute((lacking,), (dim,), (), (body,)),),
+        (Output(entry, (dim,), IndexOf(dim), lacking),),
+    )
+
+
+def acquire(memories: tuple[tuple[VecMemory | ResidentMemory, Access], ...]) -> ExitStack:
     """Let a loop use vectors on the device until the result is closed, each once."""
     stack = ExitStack()
-    wanted: dict[int, tuple[VecMemory, bool]] = {}
+    wanted: dict[int, tuple[VecMemory | ResidentMemory, bool]] = {}
     for memory, access in memories:
         _, writes = wanted.get(id(memory), (memory, False))
         wanted[id(memory)] = memory, writes or access is not READ

@@ -135,6 +135,44 @@ def test_a_matrix_is_assembled_by_coo(on_device: Any, monkeypatch: Any) -> None:
     assert len(flushed) >= 4
 
 
+def test_boundary_conditions_put_their_ones_into_the_matrix_on_the_device(
+    on_device: Any, monkeypatch: Any
+) -> None:
+    """PETSc would set them on the host. They are set, not added, whatever is there."""
+    bilinear, _, condition, _ = poisson()
+    expected = assemble(bilinear, bcs=condition, weight=3.0).petscmat.getValuesCSR()
+    rows = []
+    set_diagonal = DeviceValues.set_diagonal
+
+    def noting(values: Any, nodes: Any, weight: float) -> None:
+        rows.append((len(nodes), weight))
+        set_diagonal(values, nodes, weight)
+
+    monkeypatch.setattr(DeviceValues, "set_diagonal", noting)
+    with on_device():
+        matrix = assemble(bilinear, bcs=condition, weight=3.0)
+        close(matrix.petscmat.getValuesCSR()[2], expected[2])
+        matrix.M.set_local_diagonal_entries(condition.nodes, diag_val=5.0)
+        matrix.M.set_local_diagonal_entries(condition.nodes, diag_val=3.0)
+        close(matrix.petscmat.getValuesCSR()[2], expected[2])
+    count = len(condition.nodes)
+    assert rows == [(count, 3.0), (count, 5.0), (count, 3.0)]
+
+
+def test_boundary_conditions_on_components(on_device: Any) -> None:
+    space = VectorFunctionSpace(UnitSquareMesh(3, 3), "CG", 1)
+    u, v = TrialFunction(space), TestFunction(space)
+    conditions = [DirichletBC(space.sub(1), 0.0, 1), DirichletBC(space, (0.0, 1.0), 2)]
+    form = inner(grad(u), grad(v)) * dx
+    expected = assemble(form, bcs=conditions, mat_type="aij").petscmat
+    with on_device() as engine:
+        found = assemble(form, bcs=conditions, mat_type="aij").petscmat
+        assert found.getType() == "seqaij"
+        for mine, theirs in zip(found.getValuesCSR(), expected.getValuesCSR(), strict=True):
+            close(mine, theirs)
+    engine.all_lowered()
+
+
 def test_a_problem_is_solved(on_device: Any) -> None:
     bilinear, linear, condition, solution = poisson()
     parameters = {"ksp_type": "preonly", "pc_type": "lu"}
