@@ -109,6 +109,34 @@ class Halo:
         self._ghosts = {rank: owned + found for rank, found in enumerate(ghosts) if found.size}
         self._wanted = {rank: numbers for rank, numbers in enumerate(wanted) if numbers.size}
 
+    @classmethod
+    def of_messages(
+        cls,
+        comm: Any,
+        size: int,
+        sent: Mapping[int, npt.NDArray[np.int64]],
+        received: Mapping[int, npt.NDArray[np.int64]],
+    ) -> Halo:
+        """The halo where all processes know already what they send and receive.
+
+        Parameters
+        ----------
+        comm
+            The communicator.
+        size
+            Rows of this process's arrays.
+        sent
+            For each process the own rows that it has ghosts of, in its order.
+        received
+            For each process the ghosts whose rows it owns.
+        """
+        halo = cls.__new__(cls)
+        halo.comm = comm
+        halo.size = size
+        halo.owned = size - sum(map(len, received.values()))
+        halo._wanted, halo._ghosts = dict(sent), dict(received)
+        return halo
+
     def begin(self, array: npt.NDArray[Any] | Resident) -> _Exchange | _ResidentExchange:
         """Begin to send owned rows to their ghosts; ``finish()`` of what is returned ends it.
 

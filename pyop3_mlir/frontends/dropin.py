@@ -25,6 +25,7 @@ from pyop3_mlir.parloop import Parloop
 if TYPE_CHECKING:
     from pyop3_mlir.engine import BoundLoop
     from pyop3_mlir.frontends.pyop2_devices import DeviceData
+    from pyop3_mlir.frontends.pyop2_resident import ResidentData
     from pyop3_mlir.frontends.verify import Trial
 
 __all__ = ["Backend", "Entry", "VerificationError", "attach", "attached", "detach"]
@@ -156,7 +157,7 @@ class Backend:
         self._failed: set[str] = set()
         self._bound: weakref.WeakSet[_Bound] = weakref.WeakSet()
         self._plans: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._devices: DeviceData | None = None
+        self._devices: DeviceData | ResidentData | None = None
 
     # -----------------------------------------------------------------------------------------
     # in and out
@@ -180,8 +181,13 @@ class Backend:
         self._align()
         from pyop3_mlir.frontends import tsfc
         from pyop3_mlir.frontends.pyop2_devices import DeviceData
+        from pyop3_mlir.frontends.pyop2_resident import ResidentData
+        from pyop3_mlir.parallel import world
 
-        self._devices = DeviceData.of(self.options)
+        if world() is None:
+            self._devices = DeviceData.of(self.options)
+        # PETSc's memory on devices is not used where there are halos
+        self._devices = self._devices or ResidentData.of(self.options)
         if self._devices is not None:
             self._devices.attach(self._replace_raw)
 

@@ -25,6 +25,7 @@ from pyop3_mlir.frontends.distributed import Entries, Share, find_entries, halve
 from pyop3_mlir.frontends.petsc import BATCH, DistributedValues, MatrixValues, nonzero_state
 from pyop3_mlir.frontends.petsc_device import VecMemory
 from pyop3_mlir.frontends.pyop2_devices import DeviceData, DeviceValues, acquire
+from pyop3_mlir.frontends.pyop2_resident import ResidentData, ResidentMemory
 from pyop3_mlir.kernels.loopy import Intent, Part, import_once
 from pyop3_mlir.kernels.program import Load, LocalKernel, postorder
 from pyop3_mlir.parloop import (
@@ -363,14 +364,14 @@ class Plan:
     bindings: dict[Any, Any] = field(default_factory=dict)
     schedules: dict[Any, Any] = field(default_factory=dict)
 
-    def bind(self, loop: Any, devices: DeviceData | None = None) -> Reading:
+    def bind(self, loop: Any, devices: DeviceData | ResidentData | None = None) -> Reading:
         """The loop on the data that ``loop`` has now, where ``devices`` has some on a device."""
         arguments: list[Any] = []
         matrices: list[MatrixValues | DeviceValues] = []
         elements: list[Elements] = []
         copies: list[tuple[Any, int]] = []
         globals_: list[tuple[int, Array, bool]] = []
-        memories: list[tuple[VecMemory, Access]] = []
+        memories: list[tuple[VecMemory | ResidentMemory, Access]] = []
         largest = max([p.components for p in self.places if p.matrix is not None], default=1)
         batch = max(1, min(self.iteration.iteration_set.size, BATCH // max(largest, 1)))
         for place, formal in zip(self.places, self.kernel.arguments, strict=True):
@@ -530,7 +531,7 @@ class Reading:
     globals: tuple[tuple[int, Array, bool], ...] = ()
     shares: tuple[Share, ...] = ()
     border: Parloop | None = None
-    memories: tuple[tuple[VecMemory, Access], ...] = ()
+    memories: tuple[tuple[VecMemory | ResidentMemory, Access], ...] = ()
 
     def current(self) -> bool:
         """Whether memory and copies are still what they were."""
@@ -646,8 +647,12 @@ def _rows_of(data: Any) -> Any:
 
 def _make_plan(loop: Any, iteration: Iteration, importers: Sequence[Importer]) -> Plan:
     from pyop2.local_kernel import LoopyLocalKernel
+    from pyop2.parloop import PassthroughParloopArg
 
     kernel = loop.local_kernel
+    for number, argument in enumerate(loop.arguments):
+        if isinstance(argument, PassthroughParloopArg):
+            raise UnsupportedLoopError(f"argument {number} is passed through, a pointer for C code")
     if not isinstance(kernel, LoopyLocalKernel):
         raise UnsupportedLoopError(f"kernel {kernel.name} is a string of C code")
     intents: list[Intent] = []
@@ -885,7 +890,7 @@ def _bind_matrix(
     iteration: Iteration,
     batch: int,
     pieces: int,
-    devices: DeviceData | None = None,
+    devices: DeviceData | ResidentData | None = None,
 ) -> tuple[Argument, MatrixValues | DeviceValues | Elements]:
     assert place.matrix is not None
     assert place.access is not None
