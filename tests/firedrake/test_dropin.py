@@ -23,12 +23,16 @@ from firedrake import (
     Function,
     FunctionSpace,
     Identity,
+    LinearVariationalProblem,
+    LinearVariationalSolver,
     MeshHierarchy,
     NonlinearVariationalProblem,
     NonlinearVariationalSolver,
     SpatialCoordinate,
     TestFunction,
+    TestFunctions,
     TrialFunction,
+    TrialFunctions,
     UnitSquareMesh,
     VectorFunctionSpace,
     assemble,
@@ -160,6 +164,73 @@ def test_matrices_that_are_never_assembled_fall_back(attach: Any) -> None:
     (entry,) = found.entries().values()
     assert (entry.calls, entry.lowered) == (1, 0)
     assert "type is" in entry.reason
+
+
+def test_arguments_that_are_passed_through_fall_back_with_one_line(
+    attach: Any, caplog: Any
+) -> None:
+    """Firedrake's fast diagonalisation hands matrices to C code by their address."""
+
+    def run() -> tuple[int, Any]:
+        v = FunctionSpace(UnitSquareMesh(3, 3, quadrilateral=True), "Q", 3)
+        u, w, x = TrialFunction(v), TestFunction(v), Function(v)
+        load = sin(SpatialCoordinate(v.mesh())[0])
+        problem = LinearVariationalProblem(
+            inner(grad(u), grad(w)) * dx, load * w * dx, x, DirichletBC(v, 0, "on_boundary")
+        )
+        parameters = {
+            "mat_type": "matfree", "ksp_type": "cg", "ksp_rtol": 1e-10,
+            "pc_type": "python", "pc_python_type": "firedrake.FDMPC", "fdm_pc_type": "lu",
+        }  # fmt: skip
+        solver = LinearVariationalSolver(problem, solver_parameters=parameters)
+        solver.solve()
+        # again, with matrices at other addresses
+        solver.invalidate_jacobian()
+        solver.solve()
+        return solver.snes.ksp.getIterationNumber(), x.dat.data_ro.copy()
+
+    count, expected = run()
+    with caplog.at_level(logging.WARNING, "pyop3_mlir"), attach() as found:
+        ours, result = run()
+    assert ours == count
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-14)
+    passed = [e for e in found.entries().values() if "passed through" in e.reason]
+    assert passed
+    for entry in passed:
+        assert entry.lowered == 0 < entry.calls
+        assert sum(f"loop {entry.name} " in r.message for r in caplog.records) == 1
+    others = [
+        e for e in found.entries().values() if not e.reason.startswith(("argument", "kernel"))
+    ]
+    assert all(e.lowered == e.calls for e in others)
+
+
+def test_matrices_that_are_python_code(attach: Any) -> None:
+    """Their actions run on the engine: those of forms, and rows and columns of constants."""
+    v = space(4)
+    whole = v * FunctionSpace(v.mesh(), "R", 0)
+    (u, c), (w, d) = TrialFunctions(whole), TestFunctions(whole)
+    form = inner(grad(u), grad(w)) * dx + c * w * dx + u * d * dx
+
+    def run() -> list[Any]:
+        x = Function(whole)
+        load = sin(SpatialCoordinate(v.mesh())[0]) * w * dx
+        parameters = {"mat_type": "matfree", "ksp_type": "minres", "ksp_rtol": 1e-12}
+        solve(form == load, x, solver_parameters=parameters)
+        blocks = assemble(form, mat_type="nest").petscmat
+        column, row = blocks.getNestSubMatrix(0, 1), blocks.getNestSubMatrix(1, 0)
+        assert {column.getType(), row.getType()} == {"python"}
+        one, many = column.createVecRight(), row.createVecRight()
+        one.set(3.0)
+        many.setArray(np.cos(np.arange(many.size)))
+        return [x.dat[0].data_ro.copy(), (column * one).array_r, (row * many).array_r]
+
+    expected = run()
+    with attach() as found:
+        result = run()
+        found.all_lowered()
+    for ours, theirs in zip(result, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * np.abs(theirs).max())
 
 
 def test_an_error_of_ours_falls_back(attach: Any, monkeypatch: Any) -> None:
