@@ -346,12 +346,12 @@ def postorder(roots: Iterable[Expr]) -> Iterator[Expr]:
             node, expanded = stack.pop()
             if node in seen:
                 continue
-            if expanded:
+            if expanded or not node.children:
                 seen.add(node)
                 yield node
             else:
                 stack.append((node, True))
-                stack.extend((child, False) for child in reversed(node.children))
+                stack += [(child, False) for child in reversed(node.children) if child not in seen]
 
 
 def rebuild(root: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
@@ -364,11 +364,13 @@ def rebuild(root: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
             continue
         if node in replaced:
             known[node] = replaced[node]
+        elif not node.children:
+            known[node] = node
         elif not done:
             stack.append((node, True))
-            stack.extend((child, False) for child in node.children)
+            stack += [(child, False) for child in node.children if child not in known]
         else:
-            children = tuple(known[child] for child in node.children)
+            children = tuple([known[child] for child in node.children])
             if children == node.children:
                 known[node] = node
             elif isinstance(node, Load):
