@@ -30,7 +30,7 @@ from pyop3_mlir.frontends.petsc_device import (
     kind_of_vector,
     obstacle,
 )
-from pyop3_mlir.frontends.pyop2_resident import ResidentMemory
+from pyop3_mlir.frontends.pyop2_resident import ResidentMemory, store
 from pyop3_mlir.kernels.program import (
     Compute,
     Dim,
@@ -157,7 +157,7 @@ class DeviceData:
         vec_property = functools.cached_property(_vec)
         vec_property.__set_name__(Dat, "_vec")
         replace(Dat, "_vec", vec_property)
-        replace(EmptyDataMixin, "_data", property(_data))
+        replace(EmptyDataMixin, "_data", property(_data, store))
         replace(Mat, "set_local_diagonal_entries", set_local_diagonal_entries)
         for name in ("data_ro", "data_ro_with_halos"):
             replace(AbstractDat, name, read(vars(AbstractDat)[name]))

@@ -24,7 +24,7 @@ from pyop3_mlir.rows import Rows
 from pyop3_mlir.runtime.devices import Device
 from pyop3_mlir.runtime.residency import Resident
 
-__all__ = ["ResidentData", "ResidentMemory"]
+__all__ = ["ResidentData", "ResidentMemory", "store"]
 
 Array = npt.NDArray[Any]
 
@@ -96,6 +96,12 @@ class ResidentMemory:
             rows = self._rows[name] = Rows(self.resident, numbers)
         with self.using(INC):
             rows.fill(self.resident, access)
+
+
+def store(carrier: Any, values: Array) -> None:
+    """What ``carrier._data += ...`` ends with: that has changed the array in place already."""
+    if values is not carrier._data:
+        carrier._data[...] = values
 
 
 class ResidentData:
@@ -192,7 +198,7 @@ class ResidentData:
         vec_property.__set_name__(Dat, "_vec")
         replace(Dat, "_vec", vec_property)
         replace(Dat, "vec_context", vec_context)
-        replace(EmptyDataMixin, "_data", property(_data))
+        replace(EmptyDataMixin, "_data", property(_data, store))
         for name in ("data_ro", "data_ro_with_halos"):
             replace(AbstractDat, name, read(vars(AbstractDat)[name]))
         self._allocate = allocate

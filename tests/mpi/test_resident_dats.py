@@ -137,7 +137,8 @@ def test_forms_on_a_device(check, device):
         v = TestFunction(space)
         form = fd.inner(fd.grad(u), fd.grad(v)) * dx + fd.inner(fd.jump(u), fd.jump(v)) * dS
         form += u.sub(1) * v[0] * dx
-        return lambda: [fd.assemble(form), fd.assemble(form)]
+        total = fd.inner(u, u) * dx + u[0] * fd.ds
+        return lambda: [fd.assemble(form), fd.assemble(form), fd.assemble(total)]
 
     check(make, prepare, device=device)
 
