@@ -5,7 +5,8 @@ type cuda or hip, over the Dat's own array. PETSc then knows which of the two co
 loops and solvers work on that on the device, and who looks at the Dat's array on the host gets it
 up to date. Matrices of type aijcusparse and aijhipsparse get their entries there by COO.
 
-On several processes PyOP2 exchanges halos on the host: there Vecs stay on the host, and loops copy.
+On several processes a Vec lacks the halo that loops read: there, and where PETSc knows nothing of the
+device, Dats stay on it without their Vecs (:mod:`~pyop3_mlir.frontends.pyop2_resident`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class DeviceData:
 
     @classmethod
     def of(cls, options: Options) -> DeviceData | None:
-        """What the settings ask for; None where loops are to copy, which is logged with the reason.
+        """What the settings ask for; None where PETSc cannot work there, which is logged.
 
         Raises
         ------
@@ -100,7 +101,7 @@ class DeviceData:
         if reason is None and options.verify:
             reason = "results are verified on the host"
         if reason is not None:
-            log.info("loops copy data to %s and back: %s", options.device, reason)
+            log.info("vectors and matrices stay on the host, not on %s: %s", options.device, reason)
             return None
         from pyop3_mlir.parallel import place
         from pyop3_mlir.runtime.devices import get_device

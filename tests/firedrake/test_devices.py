@@ -270,7 +270,7 @@ def test_detach_leaves_dats_to_pyop2(on_device: Any) -> None:
         ("cuda:0", "PETSc was built without cuda"),
     ],
 )
-def test_where_petsc_has_no_memory_loops_copy(device: str, reason: str, caplog: Any) -> None:
+def test_where_petsc_has_no_memory_it_is_said_why(device: str, reason: str, caplog: Any) -> None:
     from petsc4py import PETSc
 
     if PETSc.Sys.hasExternalPackage("cuda") and device != "vulkan":
@@ -278,7 +278,7 @@ def test_where_petsc_has_no_memory_loops_copy(device: str, reason: str, caplog: 
     petsc_device.obstacle.cache_clear()
     with caplog.at_level(logging.INFO, "pyop3_mlir"):
         assert DeviceData.of(Options.resolve(device=device)) is None
-    assert f"loops copy data to {device} and back: {reason}" in caplog.text
+    assert f"stay on the host, not on {device}: {reason}" in caplog.text
 
 
 def test_on_the_host_there_is_nothing_to_do() -> None:
