@@ -5,8 +5,8 @@ type cuda or hip, over the Dat's own array. PETSc then knows which of the two co
 loops and solvers work on that on the device, and who looks at the Dat's array on the host gets it
 up to date. Matrices of type aijcusparse and aijhipsparse get their entries there by COO.
 
-On several processes a Vec lacks the halo that loops read: there, and where PETSc knows nothing of the
-device, Dats stay on it without their Vecs (:mod:`~pyop3_mlir.frontends.pyop2_resident`).
+On several processes a Vec lacks the halo that loops read: there, and where PETSc knows nothing of
+the device, Dats stay on it without their Vecs (:mod:`~pyop3_mlir.frontends.pyop2_resident`).
 """
 
 from __future__ import annotations
