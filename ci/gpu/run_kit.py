@@ -551,18 +551,22 @@ class Run:
                 targets.append((case["name"], name, least, best[name], best["schedule"]))
             speed = best.get("times_as_fast_as_rival")
             targets.append((case["name"], "times rival", 3.0, speed, best["schedule"]))
+        gpu = self.device.spec.startswith(("cuda", "hip"))
+        meant = gpu and self.arguments.scale >= 1
         if targets:
             print(
                 "\ntargets, on the largest mesh, best schedule: of_copy is the share of the copy's "
                 "bandwidth,\nof_roofline that of what copy and matrix product allow; traffic is "
                 "compulsory traffic:\neach table and array once, twice where it is changed"
             )
-            if self.device.spec.startswith(("cpu", "vulkan")) or self.arguments.scale < 1:
+            if not meant:
                 print("THEY ARE FOR A GPU AND --scale 1: what follows says nothing about them")
         for name, what, least, value, schedule in targets:
             state = (
                 "not measured" if value is None else "reached" if value >= least else "NOT reached"
             )
+            if not meant and value is not None:
+                state = "says nothing"
             figure = "" if value is None else f"{value:.2f}"
             print(f"  {name:36} {what:12} >= {least:<4} {figure:>6}  {state:12} {schedule}")
         return {
