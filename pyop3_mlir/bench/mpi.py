@@ -28,6 +28,7 @@ CASES: dict[str, float] = {
     "laplace_p3_tetrahedron_action": 0.25,
     "advection_dg1_triangle_action": 0.5,
     "laplace_p1_tetrahedron_matrix": 0.25,
+    "laplace_p1_triangle_matrix": 0.5,
 }
 """Cases of ``bench firedrake``, and the factor on their number of cells."""
 

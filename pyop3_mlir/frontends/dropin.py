@@ -295,20 +295,31 @@ class Backend:
     def _run(self, bound: _Bound, loop: Any, part: Any) -> None:
         from petsc4py import PETSc
 
+        from pyop3_mlir.frontends.pyop2_resident import ResidentData
+        from pyop3_mlir.parallel import raise_together
+
         with loop._compute_event():
             PETSc.Log.logFlops(part.size * loop.num_flops)
             reading = bound.reading
             start, stop = reading.range(part)
+            if part is loop.iterset.core_part:
+                bound.error = None
+            resident = self._devices if isinstance(self._devices, ResidentData) else None
+            on_device = resident is not None and loop.comm.size > 1
+            if resident is not None and on_device:
+                bound.error, resident.error = bound.error or resident.error, None
             if start < stop and bound.error is None:
                 try:
                     reading.run(bound.call, start, stop, loop)
                 except Exception as error:
-                    if not reading.shares:
+                    if not reading.shares and not on_device:
                         raise
-                    # other processes wait for what this one has of the matrix: they have to know
+                    # other processes wait for what this one has: they have to know
                     bound.error = error
             if part is not loop.iterset.core_part:
                 failed, bound.error = bound.error, None
+                if on_device and not reading.shares:
+                    raise_together(loop.comm, failed)
                 reading.finish(failed)
 
     def _fits(self, bound: _Bound, loop: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyop3_mlir import parallel
 from pyop3_mlir.halo import Halo
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, Access
@@ -111,6 +112,11 @@ class ResidentData:
     ----------
     device
         With memory of its own.
+
+    Attributes
+    ----------
+    error
+        What a loop that has begun has to raise, on all processes at the same time.
     """
 
     def __init__(self, device: Device) -> None:
@@ -118,6 +124,7 @@ class ResidentData:
         # not a WeakSet: PyOP2's objects may compare equal where they are not the same
         self._dats: list[weakref.ref[Any]] = []
         self._reading = self._inside = False
+        self.error: Exception | None = None
 
     @classmethod
     def of(cls, options: Options) -> ResidentData | None:
@@ -128,12 +135,11 @@ class ResidentData:
         DeviceError
             Where there is no such device.
         """
-        from pyop3_mlir.parallel import place
         from pyop3_mlir.runtime.devices import get_device
 
         if options.device.partition(":")[0] == "cpu" or options.verify:
             return None
-        return cls(get_device(place(options.device)))
+        return cls(get_device(parallel.place(options.device)))
 
     def attach(self, replace: Callable[[Any, str, Any], None]) -> None:
         """Take part in what PyOP2 does to Dats.
@@ -227,13 +233,20 @@ class ResidentData:
 
         def zero(dat: Any, _: Any) -> None:
             dat.increment_dat_version()
-            devices._memory(dat).fill("zero", 0, INC)
+            memory = devices._memory(dat)
+            parallel.together(dat.comm, lambda: memory.fill("zero", 0, INC))
             dat.halo_valid = True
 
         def to_local_begin(dat: Any, access: Access) -> None:
             memory = devices._memory(dat)
             if access in _REDUCTIONS:
-                memory.fill("ghosts", dat.dataset.size, access)
+                try:
+                    memory.fill("ghosts", dat.dataset.size, access)
+                except Exception as error:
+                    if dat.comm.size == 1:
+                        raise
+                    # other processes wait for what this one has: the loop tells them
+                    devices.error = devices.error or error
             elif access.gathers and not dat.halo_valid:
                 halo = _halo_of(dat)
                 memory.exchange = None if halo is None else halo.begin(memory.resident)

@@ -15,6 +15,7 @@ import firedrake as fd
 from firedrake import FunctionSpace, TestFunction, VectorFunctionSpace, dS, dx, par_loop
 from pyop2 import op2
 
+from pyop3_mlir.engine import BoundLoop
 from pyop3_mlir.errors import DeviceError, Pyop3MlirError
 from pyop3_mlir.rows import Rows
 from pyop3_mlir.runtime.devices import get_device
@@ -144,7 +145,8 @@ def test_forms_on_a_device(check, device):
 
 
 @pytest.mark.parallel(RANKS)
-def test_error_of_one_process_is_raised_on_all(comm, engine_on, device, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(Rows, "get"), (BoundLoop, "submit")])
+def test_error_of_one_process_is_raised_on_all(comm, engine_on, device, monkeypatch, owner, name):
     source, target = functions(comm)
     with engine_on(device=device):
         steps(source, target, 1)
@@ -153,7 +155,11 @@ def test_error_of_one_process_is_raised_on_all(comm, engine_on, device, monkeypa
             def fail(*_):
                 raise DeviceError("the device is lost")
 
-            monkeypatch.setattr(Rows, "get", fail)
+            monkeypatch.setattr(owner, name, fail)
         with pytest.raises(Pyop3MlirError, match="the device is lost"):
             steps(source, target, 1)
         monkeypatch.undo()
+        target.assign(1.0)
+        source.assign(1.0)
+        steps(source, target, 1)
+        assert np.isfinite(target.dat.data_ro).all()
