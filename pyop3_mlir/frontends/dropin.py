@@ -158,6 +158,7 @@ class Backend:
         self._bound: weakref.WeakSet[_Bound] = weakref.WeakSet()
         self._plans: weakref.WeakSet[Any] = weakref.WeakSet()
         self._devices: DeviceData | ResidentData | None = None
+        self._resident: ResidentData | None = None
 
     # -----------------------------------------------------------------------------------------
     # in and out
@@ -187,7 +188,8 @@ class Backend:
         if world() is None:
             self._devices = DeviceData.of(self.options)
         # PETSc's memory on devices is not used where there are halos
-        self._devices = self._devices or ResidentData.of(self.options)
+        if self._devices is None:
+            self._devices = self._resident = ResidentData.of(self.options)
         if self._devices is not None:
             self._devices.attach(self._replace_raw)
 
@@ -295,30 +297,28 @@ class Backend:
     def _run(self, bound: _Bound, loop: Any, part: Any) -> None:
         from petsc4py import PETSc
 
-        from pyop3_mlir.frontends.pyop2_resident import ResidentData
-        from pyop3_mlir.parallel import raise_together
-
+        resident = self._resident if loop.comm.size > 1 else None
         with loop._compute_event():
             PETSc.Log.logFlops(part.size * loop.num_flops)
             reading = bound.reading
             start, stop = reading.range(part)
             if part is loop.iterset.core_part:
                 bound.error = None
-            resident = self._devices if isinstance(self._devices, ResidentData) else None
-            on_device = resident is not None and loop.comm.size > 1
-            if resident is not None and on_device:
+            if resident is not None:
                 bound.error, resident.error = bound.error or resident.error, None
             if start < stop and bound.error is None:
                 try:
                     reading.run(bound.call, start, stop, loop)
                 except Exception as error:
-                    if not reading.shares and not on_device:
+                    if not reading.shares and resident is None:
                         raise
                     # other processes wait for what this one has: they have to know
                     bound.error = error
             if part is not loop.iterset.core_part:
                 failed, bound.error = bound.error, None
-                if on_device and not reading.shares:
+                if resident is not None and not reading.shares:
+                    from pyop3_mlir.parallel import raise_together
+
                     raise_together(loop.comm, failed)
                 reading.finish(failed)
 
