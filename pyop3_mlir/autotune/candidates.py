@@ -279,8 +279,8 @@ def candidates(
 # next block is computed; contractions want accumulators, and tables known while lowering.
 _POINTWISE = ((4, 16, 20), (8, 8, 20), (8, 4, 4), (4, 4, 4), (16, 4, 4), (16, 8, 20), (32, 4, 4))
 _CONTRACTIONS = (
-    (4, 16, 20), (8, 12, 20), (8, 16, 20), (4, 10, 20), (8, 8, 20), (16, 8, 20), (4, 4, 20),
-    (16, 4, 4), (8, 4, 4), (4, 8, 4), (8, 8, 4),
+    (4, 16, 20), (8, 12, 20), (8, 20, 20), (8, 16, 20), (4, 10, 20), (8, 8, 20), (16, 8, 20),
+    (4, 4, 20), (16, 4, 4), (8, 4, 4), (4, 8, 4), (8, 8, 4),
 )  # fmt: skip
 # Kernels with more of these take long to compile unrolled, which a first call should not wait for.
 _MANY_CONTRACTIONS = 10
