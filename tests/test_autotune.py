@@ -450,6 +450,15 @@ def test_wide_blocks_that_leave_the_cache_are_pruned():
     assert max(s.width for s in candidates(KernelStatistics.of(kernel()), small, ["in_order"])) == 8
 
 
+def test_kernels_that_no_cache_holds_use_vectors():
+    """As Q3 hexahedra with ten points a direction: 0.3 MB a cell."""
+    large = replace(KernelStatistics.of(kernel()), bytes_per_cell=300_000)
+    widths = {s.width for s in candidates(large, AVX512, ["in_order"], ["blocked"])}
+    assert widths == {4}
+    huge = replace(large, bytes_per_cell=10_000_000)
+    assert heuristic(huge, AVX512, ["in_order"]).width == 1
+
+
 def test_tiles_beyond_the_registers_are_pruned():
     found = candidates(KernelStatistics.of(kernel()), AVX2, ["in_order"])
     assert all(s.width // 4 * s.tile <= 32 for s in found if s.batching == "blocked")

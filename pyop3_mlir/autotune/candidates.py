@@ -20,7 +20,7 @@ from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.schedule import STRATEGIES, Schedule
 from pyop3_mlir.lowering.strips import bytes_of_temporaries
 from pyop3_mlir.parloop import Access, Kind, Parloop
-from pyop3_mlir.runtime.devices import Device
+from pyop3_mlir.runtime.devices import STACK_LIMIT, Device
 
 __all__ = [
     "DeviceTraits",
@@ -240,9 +240,9 @@ def candidates(
 ) -> list[Schedule]:
     """List the schedules worth building, the heuristic's first, then the most promising.
 
-    Left out are widths whose temporaries do not fit into the second-level cache, accumulators that
-    need more than twice the registers there are, and shapes that give the same code as one before
-    because no contraction has as many rows.
+    Left out are widths whose temporaries do not fit into the second-level cache, if any do, or else
+    onto the stack, accumulators that need more than twice the registers there are, and shapes that
+    give the same code as one before because no contraction has as many rows.
 
     Parameters
     ----------
@@ -312,15 +312,19 @@ def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[in
     else:
         listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
-    found = []
+    shapes = []
     for wide, wanted, unroll in listed:
         width = max(1, wide * 8 // statistics.scalar_bytes)
         tile = min(wanted, statistics.accumulators)
         # spilling a few accumulators can still pay, beyond that measured times double
-        spills = tile > 1 and -(-width // lanes) * tile > 2 * traits.registers
-        if width * statistics.bytes_per_cell <= traits.l2_bytes and not spills:
-            found.append((width, tile, unroll))
-    return list(dict.fromkeys(found)) or [(1, min(4, statistics.accumulators), 4)]
+        if tile == 1 or -(-width // lanes) * tile <= 2 * traits.registers:
+            shapes.append((width, tile, unroll))
+    # out of the second-level cache vectors still pay, as long as the stack holds a block
+    for limit in (traits.l2_bytes, STACK_LIMIT):
+        found = [shape for shape in shapes if shape[0] * statistics.bytes_per_cell <= limit]
+        if found:
+            return list(dict.fromkeys(found))
+    return [(1, min(4, statistics.accumulators), 4)]
 
 
 def neighbours(

@@ -366,8 +366,7 @@ class Backend:
         from pyop3_mlir import parallel
 
         device = reading.foreign.device
-        spec = reading.parloop.spec
-        key = (reading.parloop.kernel.fingerprint(), spec, bool(reading.elements), device)
+        key = _schedule_key(reading)
         # the same loop on other data runs as before, no new choice is made
         schedule, reason = (None, "") if tune else self._schedules.get(key, (None, ""))
         # batches of element matrices are written over and over
@@ -406,6 +405,9 @@ class Backend:
                 engine.compile(r.parloop, r.foreign.device or self.options.device, schedule)
                 for r in bound.readings
             ]
+            # also for the same loop on other data, or on a matrix with another pattern
+            for reading, call in zip(bound.readings, bound.calls, strict=True):
+                self._schedules[_schedule_key(reading)] = (call.schedule, call.reason)
         loop.entry.strategy = str(bound.calls[0].schedule)
         loop.entry.reason = bound.calls[0].reason
 
@@ -507,6 +509,12 @@ class _Compile:
         with names.offloading(names.HOST_DEVICE):
             original = method()
         return self.backend.executor(context, original)
+
+
+def _schedule_key(reading: Reading) -> Any:
+    """Equal for loops that run by one schedule."""
+    loop = reading.parloop
+    return loop.kernel.fingerprint(), loop.spec, bool(reading.elements), reading.foreign.device
 
 
 def _patterns(readings: Sequence[Reading]) -> tuple[int, ...]:
