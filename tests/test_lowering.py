@@ -77,8 +77,8 @@ def facet_loop():
     )
 
 
-def moments_loop(points=40, cells=21):
-    """Sums of six fields against one table, of which some go through another sum."""
+def moments_loop(points=40, cells=21, positions=False):
+    """Sums of six fields against one table, or the point's number, and sums of these."""
     k = KernelBuilder("moments")
     y, x = k.argument(6, 2), k.argument(points)
     rng = np.random.default_rng(8)
@@ -89,7 +89,10 @@ def moments_loop(points=40, cells=21):
     fields = k.compute(
         (q,), *(Op("add", entry(x, q), Op("mul", Scalar(float(n)), entry(x, 0))) for n in range(6))
     )
-    sums = k.compute((i,), *(Op("mul", entry(f, r), entry(table, i, r)) for f in fields), over=(r,))
+    weight = entry(table, i, r)
+    if positions:
+        weight = Op("add", weight, Op("cast", IndexOf(r), dtype=np.dtype(float)))
+    sums = k.compute((i,), *(Op("mul", entry(f, r), weight) for f in fields), over=(r,))
     again = k.compute(
         (j,), *(Op("mul", entry(other, j, s), entry(v, s)) for v in reversed(sums)), over=(s,)
     )
@@ -327,6 +330,14 @@ def test_moments_of_many_fields(points, width):
             # what reads parts of a stack in another order stays
             assert [len(op.outputs) for op in operations if _sums(op)] == [1, 6]
     engine.compile(ours, "cpu", schedule)()
+    run_parloop_reference(theirs)
+    np.testing.assert_array_equal(ours.arguments[0].buffer, theirs.arguments[0].buffer)
+
+
+def test_moments_with_the_number_of_a_point():
+    """Stacking would change which dimension an index is of."""
+    ours, theirs = (moments_loop(positions=True) for _ in range(2))
+    engine.compile(ours, "cpu", Schedule("in_order", "blocked", 4, 4, 4))()
     run_parloop_reference(theirs)
     np.testing.assert_array_equal(ours.arguments[0].buffer, theirs.arguments[0].buffer)
 

@@ -11,6 +11,7 @@ from xdsl.dialects import func, memref
 from xdsl.dialects.builtin import AffineMapAttr, ArrayAttr, MemRefType, ModuleOp
 from xdsl.dialects.linalg.attrs import IteratorType, IteratorTypeAttr
 from xdsl.dialects.linalg.ops import GenericOp
+from xdsl.dialects.linalg.ops import IndexOp as LinalgIndexOp
 from xdsl.dialects.linalg.ops import YieldOp as LinalgYieldOp
 from xdsl.ir import Block, BlockArgument, Operation, Region, SSAValue
 from xdsl.ir.affine import AffineConstantExpr, AffineDimExpr, AffineMap
@@ -55,7 +56,8 @@ class StackResultsPass(ModulePass):
 def _stack(op: GenericOp) -> None:
     if all(kind.data != IteratorType.REDUCTION for kind in op.iterator_types):
         return
-    if any(inner.regions for inner in op.body.block.ops):
+    # the numbers of dimensions would change
+    if any(inner.regions or isinstance(inner, LinalgIndexOp) for inner in op.body.block.ops):
         return
     last = op.body.block.last_op
     assert isinstance(last, LinalgYieldOp)
