@@ -189,30 +189,13 @@ def _check_device(options: Options) -> str:
 
 def small_loop() -> Parloop:
     """Sum a value of each end of an edge into the other, on a ring of 100 edges."""
-    from pyop3_mlir.kernels.program import (
-        Compute,
-        Dim,
-        IndexOf,
-        KernelArgument,
-        Load,
-        LocalKernel,
-        Op,
-        Output,
-        Scalar,
-        Temporary,
-    )
+    from pyop3_mlir.kernels.program import KernelArgument, Load, LocalKernel, Op, Scalar
     from pyop3_mlir.parloop import INC, READ, Argument, IndexTable, IterationSet
 
     real = np.dtype(np.float64)
-    i = Dim("i", 2)
     y, x = KernelArgument("y", (2,), real), KernelArgument("x", (2,), real)
-    other = Op("sub", Scalar(1), IndexOf(i))
-    value = Temporary("value", (2,), real)
-    kernel = LocalKernel(
-        "neighbours",
-        (y, x),
-        (Compute((value,), (i,), (), (Load(x, (other,)),)),),
-        (Output(y, (i,), IndexOf(i), value),),
+    kernel = LocalKernel.pointwise(
+        "neighbours", (y, x), lambda i: Load(x, (Op("sub", Scalar(1), i),))
     )
     edges = np.arange(100)
     ends = IndexTable(np.stack([edges, (edges + 1) % 100], axis=1), 100)

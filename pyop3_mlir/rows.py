@@ -15,18 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.engine import BoundLoop, Module, modules_for
-from pyop3_mlir.kernels.program import (
-    Compute,
-    Dim,
-    IndexOf,
-    KernelArgument,
-    Load,
-    LocalKernel,
-    Op,
-    Output,
-    Scalar,
-    Temporary,
-)
+from pyop3_mlir.kernels.program import Expr, KernelArgument, Load, LocalKernel, Op, Scalar
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.parloop import (
     INC,
@@ -176,29 +165,17 @@ def neutral(dtype: np.dtype[Any], access: Access) -> Any:
 
 def _copy_kernel(dtype: np.dtype[Any], components: int, what: str) -> LocalKernel:
     """``target[i] = source[i]``, or what MIN and MAX make of both."""
-    i = Dim("i", components)
-    target = KernelArgument("target", (components,), dtype)
-    source = KernelArgument("source", (components,), dtype)
-    taken = Temporary("taken", (components,), dtype)
-    value: Any = Load(source, (IndexOf(i),))
-    if what in ("MIN", "MAX"):
-        value = Op(what.lower(), Load(target, (IndexOf(i),)), value)
-    return LocalKernel(
-        f"rows_{what.lower()}_{components}",
-        (target, source),
-        (Compute((taken,), (i,), (), (value,)),),
-        (Output(target, (i,), IndexOf(i), taken),),
-    )
+    target, source = (KernelArgument(n, (components,), dtype) for n in ("target", "source"))
+
+    def value(i: Expr) -> Expr:
+        taken = Load(source, (i,))
+        return Op(what.lower(), Load(target, (i,)), taken) if what in ("MIN", "MAX") else taken
+
+    return LocalKernel.pointwise(f"rows_{what.lower()}_{components}", (target, source), value)
 
 
 def _fill_kernel(dtype: np.dtype[Any], components: int, value: Any) -> LocalKernel:
     """``target[i] = value``."""
-    i = Dim("i", components)
     target = KernelArgument("target", (components,), dtype)
-    filled = Temporary("filled", (components,), dtype)
-    return LocalKernel(
-        f"rows_fill_{components}",
-        (target,),
-        (Compute((filled,), (i,), (), (Scalar(dtype.type(value)),)),),
-        (Output(target, (i,), IndexOf(i), filled),),
-    )
+    constant = Scalar(dtype.type(value))
+    return LocalKernel.pointwise(f"rows_fill_{components}", (target,), lambda _: constant)

@@ -104,24 +104,12 @@ def _planning(count: int) -> Iterator[_Row]:
 def _calls(device: str) -> Iterator[_Row]:
     """A loop without anything to do, and the first case's on a mesh of two cells."""
     from pyop3_mlir import engine
-    from pyop3_mlir.kernels.program import (
-        Compute,
-        Dim,
-        IndexOf,
-        KernelArgument,
-        Load,
-        LocalKernel,
-        Output,
-        Temporary,
-    )
+    from pyop3_mlir.kernels.program import KernelArgument, Load, LocalKernel
     from pyop3_mlir.lowering.schedule import Schedule
     from pyop3_mlir.parloop import INC, READ, Argument, IterationSet, Parloop
 
     y, x = (KernelArgument(name, (3,), np.dtype(float)) for name in "yx")
-    (i,) = dims = (Dim("i", 3),)
-    value = Temporary("t", (3,), y.dtype)
-    copy = Compute((value,), dims, (), (Load(x, [IndexOf(i)]),))
-    kernel = LocalKernel("copy", (y, x), (copy,), (Output(y, dims, IndexOf(i), value),))
+    kernel = LocalKernel.pointwise("copy", (y, x), lambda i: Load(x, (i,)))
     nodes = IndexTable(np.arange(3).reshape(1, 3), 3)
     arguments = [
         Argument.indirect(np.zeros(3), access, nodes, name=name)

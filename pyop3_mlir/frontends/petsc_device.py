@@ -303,13 +303,7 @@ class VecMemory:
 
     def __init__(self, vec: Any, device: Device) -> None:
         kind, number = _place(device)
-        found = kind_of_vector(vec)
-        if found != kind:
-            reason = obstacle(kind)
-            raise UnsupportedLoopError(
-                f"a vector of type {vec.getType()} is on {found}, the loop runs on {device}"
-                + (f"; {reason}" if reason else "")
-            )
+        _require(f"a vector of type {vec.getType()}", kind_of_vector(vec), device)
         self.vec = vec
         self.device = device
         self.size = int(vec.getLocalSize())
@@ -407,6 +401,16 @@ def _place(device: Device) -> tuple[str, int]:
     """Kind and number of a device; the threads of a CPU are no number."""
     kind, _, number = device.spec.partition(":")
     return kind, 0 if kind == "cpu" else int(number or 0)
+
+
+def _require(what: str, found: str, device: Device) -> None:
+    """Raise unless ``what`` is on the kind of device that a loop runs on."""
+    kind, _ = _place(device)
+    if found != kind:
+        reason = obstacle(kind)
+        raise UnsupportedLoopError(
+            f"{what} is on {found}, the loop runs on {device}" + (f"; {reason}" if reason else "")
+        )
 
 
 # -- matrices -------------------------------------------------------------------------------------
@@ -526,14 +530,7 @@ class CooMatrix:
         device: Device,
         known: CooPlan | None = None,
     ) -> None:
-        kind, _ = _place(device)
-        found = kind_of_matrix(mat)
-        if found != kind:
-            reason = obstacle(kind)
-            raise UnsupportedLoopError(
-                f"a matrix of type {mat.getType()} is on {found}, the loop runs on {device}"
-                + (f"; {reason}" if reason else "")
-            )
+        _require(f"a matrix of type {mat.getType()}", kind_of_matrix(mat), device)
         if "aij" not in mat.getType() or "baij" in mat.getType():
             raise UnsupportedLoopError(f"a matrix of type {mat.getType()} has no COO assembly")
         self.mat = mat

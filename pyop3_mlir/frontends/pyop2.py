@@ -996,12 +996,18 @@ def _shares_of(
 def _share_of(holder: Any) -> Share:
     from pyop2.mpi import internal_comm
 
+    values: DistributedValues = _kept(holder, DistributedValues)
+    return Share(values, internal_comm(holder.comm, values))
+
+
+def _kept(holder: Any, kind: Any) -> Any:
+    """What ``kind`` makes of a matrix, kept with it; made again where its values have moved."""
     cache = _identity_cache(holder)
     state = nonzero_state(holder.handle)
-    found = cache.get("distributed")
+    found = cache.get(kind.__name__)
     if found is None or found[0] != state or not found[1].current():
-        found = cache["distributed"] = (state, DistributedValues(holder.handle))
-    return Share(found[1], internal_comm(holder.comm, found[1]))
+        found = cache[kind.__name__] = (state, kind(holder.handle))
+    return found[1]
 
 
 def _entries(
@@ -1049,12 +1055,7 @@ def _entries(
 
 def matrix_values(mat: Any) -> MatrixValues:
     """The values of a PyOP2 matrix in place; made again where they have moved."""
-    cache = _identity_cache(mat)
-    state = nonzero_state(mat.handle)
-    found = cache.get("values")
-    if found is None or found[0] != state or not found[1].current():
-        found = cache["values"] = (state, MatrixValues(mat.handle))
-    values: MatrixValues = found[1]
+    values: MatrixValues = _kept(mat, MatrixValues)
     return values
 
 

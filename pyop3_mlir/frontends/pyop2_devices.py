@@ -15,7 +15,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,19 +31,8 @@ from pyop3_mlir.frontends.petsc_device import (
     kind_of_vector,
     obstacle,
 )
-from pyop3_mlir.frontends.pyop2_resident import ResidentMemory, store
-from pyop3_mlir.kernels.program import (
-    Compute,
-    Dim,
-    IndexOf,
-    KernelArgument,
-    Load,
-    LocalKernel,
-    Op,
-    Output,
-    Scalar,
-    Temporary,
-)
+from pyop3_mlir.frontends.pyop2_resident import ResidentMemory, reading, store
+from pyop3_mlir.kernels.program import KernelArgument, Load, LocalKernel, Op, Scalar
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import (
@@ -83,7 +72,7 @@ class DeviceData:
         self._kind = device.spec.partition(":")[0]
         # not a WeakSet: PyOP2's objects may compare equal where they are not the same
         self._dats: list[weakref.ref[Any]] = []
-        self._reading = False
+        self.reading = False
 
     @classmethod
     def of(cls, options: Options) -> DeviceData | None:
@@ -135,13 +124,6 @@ class DeviceData:
                 devices._bring_back(vec)
             return array
 
-        def read(own: Any) -> property:
-            def get(dat: Any) -> Any:
-                with devices._only_reading():
-                    return own.fget(dat)
-
-            return property(functools.wraps(own.fget)(get))
-
         @functools.wraps(on_host)
         def set_local_diagonal_entries(
             mat: Any, rows: Any, diag_val: float = 1.0, idx: int | None = None
@@ -161,7 +143,7 @@ class DeviceData:
         replace(EmptyDataMixin, "_data", property(_data, store))
         replace(Mat, "set_local_diagonal_entries", set_local_diagonal_entries)
         for name in ("data_ro", "data_ro_with_halos"):
-            replace(AbstractDat, name, read(vars(AbstractDat)[name]))
+            replace(AbstractDat, name, reading(self, vars(AbstractDat)[name]))
 
     def detach(self) -> None:
         """Bring everything back to the host. The Vecs are what others may hold: they stay."""
@@ -203,18 +185,10 @@ class DeviceData:
         mask = vec.getOffloadMask()
         if mask == _ON_HOST or kind_of_vector(vec) == "cpu":
             return
-        if self._reading and mask == _ON_BOTH:
+        if self.reading and mask == _ON_BOTH:
             return
         # acquired and given back: PETSc copies, and notes who has the fresh one
-        vec.getArray(readonly=self._reading)
-
-    @contextmanager
-    def _only_reading(self) -> Iterator[None]:
-        before, self._reading = self._reading, True
-        try:
-            yield
-        finally:
-            self._reading = before
+        vec.getArray(readonly=self.reading)
 
     def to_host(self, loop: Any) -> None:
         """Make everything that a loop uses fresh on the host, where its C code runs."""
@@ -387,14 +361,9 @@ class DeviceValues:
 def _lacking(value: float) -> LocalKernel:
     """``entry += value - diagonal``."""
     entry, diagonal = (KernelArgument(name, (1,), _scalar()) for name in ("entry", "diagonal"))
-    dim = Dim("i", 1)
-    lacking = Temporary("lacking", (1,), _scalar())
-    body = Op("sub", Scalar(_scalar().type(value)), Load(diagonal, (IndexOf(dim),)))
-    return LocalKernel(
-        "diagonal",
-        (entry, diagonal),
-        (Compute((lacking,), (dim,), (), (body,)),),
-        (Output(entry, (dim,), IndexOf(dim), lacking),),
+    wanted = Scalar(_scalar().type(value))
+    return LocalKernel.pointwise(
+        "diagonal", (entry, diagonal), lambda i: Op("sub", wanted, Load(diagonal, (i,)))
     )
 
 

@@ -25,7 +25,7 @@ from pyop3_mlir.rows import Rows
 from pyop3_mlir.runtime.devices import Device
 from pyop3_mlir.runtime.residency import Resident
 
-__all__ = ["ResidentData", "ResidentMemory", "store"]
+__all__ = ["ResidentData", "ResidentMemory", "reading", "store"]
 
 Array = npt.NDArray[Any]
 
@@ -105,6 +105,29 @@ def store(carrier: Any, values: Array) -> None:
         carrier._data[...] = values
 
 
+def reading(devices: Any, own: property) -> property:
+    """A property of Dats with ``devices.reading`` set meanwhile: who asks will not write."""
+    get = own.fget
+    assert get is not None
+
+    @functools.wraps(get)
+    def flagged(dat: Any) -> Any:
+        with _flag(devices, "reading"):
+            return get(dat)
+
+    return property(flagged)
+
+
+@contextmanager
+def _flag(owner: Any, name: str) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, True)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 class ResidentData:
     """The Dats of loops on a device.
 
@@ -123,7 +146,7 @@ class ResidentData:
         self.device = device
         # not a WeakSet: PyOP2's objects may compare equal where they are not the same
         self._dats: list[weakref.ref[Any]] = []
-        self._reading = self._inside = False
+        self.reading = self._inside = False
         self.error: Exception | None = None
 
     @classmethod
@@ -166,11 +189,11 @@ class ResidentData:
                 return found
             if devices._inside:
                 return memory.resident.array
-            view: Array = memory.view(devices._reading)
+            view: Array = memory.view(devices.reading)
             return view
 
         def _vec(dat: Any) -> Any:
-            with devices._flag("_inside"):
+            with _flag(devices, "_inside"):
                 return make_vec(dat)
 
         @contextmanager
@@ -193,20 +216,13 @@ class ResidentData:
                     memory.resident.refresh_host()
                     memory.resident.host_changed()
 
-        def read(own: Any) -> property:
-            def get(dat: Any) -> Any:
-                with devices._flag("_reading"):
-                    return own.fget(dat)
-
-            return property(functools.wraps(own.fget)(get))
-
         vec_property = functools.cached_property(_vec)
         vec_property.__set_name__(Dat, "_vec")
         replace(Dat, "_vec", vec_property)
         replace(Dat, "vec_context", vec_context)
         replace(EmptyDataMixin, "_data", property(_data, store))
         for name in ("data_ro", "data_ro_with_halos"):
-            replace(AbstractDat, name, read(vars(AbstractDat)[name]))
+            replace(AbstractDat, name, reading(self, vars(AbstractDat)[name]))
         self._allocate = allocate
         self._attach_exchanges(replace, AbstractDat, Dat)
 
@@ -299,15 +315,6 @@ class ResidentData:
             self._dats.append(weakref.ref(dat))
         memory: ResidentMemory = found
         return memory
-
-    @contextmanager
-    def _flag(self, name: str) -> Iterator[None]:
-        before = getattr(self, name)
-        setattr(self, name, True)
-        try:
-            yield
-        finally:
-            setattr(self, name, before)
 
     def to_host(self, loop: Any) -> None:
         """Make everything that a loop uses fresh on the host, where its C code runs."""

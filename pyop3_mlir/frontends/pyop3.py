@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyop3_mlir.errors import UnsupportedLoopError, VerificationError
+from pyop3_mlir.errors import UnsupportedLoopError
 from pyop3_mlir.frontends.dropin import HOT_CALLS, HOT_SECONDS, Entry, choosing
 from pyop3_mlir.frontends.petsc import nonzero_state
 from pyop3_mlir.frontends.pyop3_devices import on_host
@@ -30,11 +30,10 @@ from pyop3_mlir.frontends.pyop3_names import Names, choose_loopy, find_names
 from pyop3_mlir.frontends.pyop3_plan import Plan, Reading, make_plan
 from pyop3_mlir.frontends.pyop3_read import Reader
 from pyop3_mlir.frontends.stack import Stack
-from pyop3_mlir.frontends.verify import compare, contributions
+from pyop3_mlir.frontends.verify import compare_argument
 from pyop3_mlir.kernels.loopy import Intent
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.options import Options
-from pyop3_mlir.parloop import INC
 from pyop3_mlir.runtime.cache import Cache
 
 __all__ = ["Backend", "attach", "detach"]
@@ -463,19 +462,10 @@ class Backend:
         for (reading, number, buffer), found, old in zip(
             written.values(), ours, before, strict=True
         ):
-            argument = reading.parloop.arguments[number]
-            where = f"loop {loop.entry.name}, argument {argument.name}"
-            try:
-                try:
-                    compare(where, found, buffer, old)
-                except VerificationError:
-                    if argument.access is not INC:
-                        raise
-                    # a sum that cancels is no more exact than what is added up
-                    parts = contributions(reading.parloop, number, self.options)
-                    compare(where, found, buffer, parts)
-            except VerificationError as error:
-                raise VerificationError(str(error).replace("PyOP2", "pyop3")) from None
+            compare_argument(
+                f"loop {loop.entry.name}", reading.parloop, number, found, buffer, old,
+                self.options, original="pyop3",
+            )  # fmt: skip
 
 
 class _Compile:

@@ -218,25 +218,11 @@ def make_plan(
 
 def _idle() -> Plan:
     """A loop without iterations, of a process that has no part in one."""
-    from pyop3_mlir.kernels.program import (
-        INDEX,
-        Compute,
-        Dim,
-        KernelArgument,
-        Output,
-        Scalar,
-        Temporary,
-    )
+    from pyop3_mlir.kernels.program import KernelArgument, Scalar
 
     argument = KernelArgument("nothing", (1,), np.dtype(np.float64))
-    dim = Dim("i", 1)
-    zero = Temporary("zero", (1,), argument.dtype)
-    kernel = LocalKernel(
-        "idle",
-        (argument,),
-        (Compute((zero,), (dim,), (), (Scalar(0.0, argument.dtype),)),),
-        (Output(argument, (dim,), Scalar(0, INDEX), zero),),
-    )
+    zero = Scalar(0.0, argument.dtype)
+    kernel = LocalKernel.pointwise("idle", (argument,), lambda _: zero)
     return Plan(kernel, _iterations(0), (None,), "none")
 
 

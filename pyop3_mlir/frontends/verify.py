@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyop3_mlir.frontends.pyop2 import Reading
     from pyop3_mlir.options import Options
 
-__all__ = ["Trial", "compare", "contributions"]
+__all__ = ["Trial", "compare", "compare_argument"]
 
 Array = npt.NDArray[Any]
 
@@ -30,6 +30,7 @@ def compare(
     expected: Array,
     others: Array,
     entry: Callable[[int], str] = str,
+    original: str = "PyOP2",
 ) -> None:
     """Raise :class:`VerificationError` unless two results agree to rounding.
 
@@ -41,11 +42,13 @@ def compare(
     where
         What is compared, for the message.
     found, expected
-        Results of this engine and of PyOP2.
+        Results of this engine and of the original one.
     others
         Numbers of the size of what was added up.
     entry
         How the message calls the entry at a position.
+    original
+        The other engine, for the message.
     """
     if not found.size:
         return
@@ -60,9 +63,51 @@ def compare(
     if np.isnan(difference).any() or worst > tolerance * scale:
         at = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
         raise VerificationError(
-            f"{where}: entry {entry(at)} is {found[at]!r}, PyOP2 has {expected[at]!r}; the "
-            f"difference {worst:.3g} is more than {tolerance:g} of {scale:.3g}"
+            f"{where}: entry {entry(at)} is {found[at]!r}, {original} has {expected[at]!r}; "
+            f"the difference {worst:.3g} is more than {tolerance:g} of {scale:.3g}"
         )
+
+
+def compare_argument(
+    where: str,
+    loop: Parloop,
+    number: int,
+    found: Array,
+    expected: Array,
+    before: Array,
+    options: Options,
+    limits: tuple[int, ...] = (),
+    original: str = "PyOP2",
+) -> None:
+    """As :func:`compare`, for what a loop made of an argument.
+
+    Parameters
+    ----------
+    where
+        The loop, for the message.
+    loop, number
+        The loop, and which of its arguments.
+    found, expected
+        Results of this engine and of the original one.
+    before
+        What was there.
+    options
+        Settings to run by.
+    limits
+        First and last iteration, where not all were run.
+    original
+        The other engine, for the message.
+    """
+    argument = loop.arguments[number]
+    where = f"{where}, argument {argument.name}"
+    try:
+        compare(where, found, expected, before, original=original)
+    except VerificationError:
+        if argument.access is not INC:
+            raise
+        # a sum that cancels is no more exact than what is added up
+        parts = contributions(loop, number, options, *limits)
+        compare(where, found, expected, parts, original=original)
 
 
 def largest(values: Array) -> float:
@@ -214,17 +259,11 @@ class Trial:
             for (parloop, number, target), values, earlier in zip(
                 written, found, before, strict=True
             ):
-                argument = parloop.arguments[number]
-                where = f"loop {self.name}, argument {argument.name}"
-                try:
-                    compare(where, values, target, earlier)
-                except VerificationError:
-                    if argument.access is not INC:
-                        raise
-                    # a sum that cancels is no more exact than what is added up
-                    limits = reading.range(part) if reading.border is None else ()
-                    parts = contributions(parloop, number, self.options, *limits)
-                    compare(where, values, target, parts)
+                limits = reading.range(part) if reading.border is None else ()
+                compare_argument(
+                    f"loop {self.name}", parloop, number, values, target, earlier,
+                    self.options, limits,
+                )  # fmt: skip
 
         self._together(check)
         if part is not self.loop.iterset.core_part or self.loop.comm.size == 1:

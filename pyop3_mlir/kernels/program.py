@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
@@ -451,6 +451,26 @@ class LocalKernel:
     arguments: tuple[KernelArgument, ...]
     statements: tuple[Compute, ...]
     outputs: tuple[Output, ...]
+
+    @classmethod
+    def pointwise(
+        cls, name: str, arguments: Sequence[KernelArgument], body: Callable[[Expr], Expr]
+    ) -> Self:
+        """A kernel that gives its first argument, of one axis, a value entry by entry.
+
+        Parameters
+        ----------
+        name, arguments
+            Of the kernel.
+        body
+            Called with the index of an entry; returns the value.
+        """
+        target = arguments[0]
+        (extent,) = target.shape
+        index = IndexOf(dim := Dim("i", extent))
+        value = Temporary("value", target.shape, target.dtype)
+        statement = Compute((value,), (dim,), (), (body(index),))
+        return cls(name, tuple(arguments), (statement,), (Output(target, (dim,), index, value),))
 
     def count_flops(self) -> int:
         """Floating point operations of one cell: every non-index Op once an iteration."""

@@ -146,7 +146,7 @@ class _Body:
         form: list[Any] = []
         for inner in self.operations:
             properties = tuple(sorted(inner.properties.items(), key=lambda item: item[0]))
-            form.append((type(inner), properties, bool(inner.regions), *map(name, inner.operands)))
+            form.append((type(inner), properties, *map(name, inner.operands)))
             for inner_result in inner.results:
                 numbers[inner_result] = len(form), inner_result.type
         form.append(name(last.operands[result]))
