@@ -66,8 +66,15 @@ def test_everything_is_right_and_is_measured(kit, tmp_path):
         assert len({row["cells"] for row in rows}) >= 1
         assert all(row["error"] < 1e-12 and row["seconds"] > 0 for row in rows)
     measured = {(t["case"], t["what"]): t["value"] for t in content["targets"]}
-    assert measured[CASES[0], "of_copy"] is not None
-    assert measured[CASES[0], "times rival"] is None
+    # what bounds an action is measured, by a product of matrices too small to be steady
+    action = [row for row in content["rows"] if row["case"] == CASES[0]]
+    best = min(action, key=lambda row: (-row["cells"], row["seconds"]))
+    share = "of_copy" if best["bound_by"] == "memory" else "of_roofline"
+    assert measured == {
+        (CASES[0], share): best[share],
+        (CASES[0], "times rival"): None,
+        (CASES[1], "times rival"): None,
+    }
 
 
 def test_a_wrong_value_is_found(kit, tmp_path):
