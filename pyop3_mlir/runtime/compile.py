@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache as memoise
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from pyop3_mlir.errors import CompilationError
 from pyop3_mlir.runtime.bundle import active, can_compile
 from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.devices import Device
+from pyop3_mlir.runtime.splice import SOURCES, splice, split
 
 __all__ = ["compilations", "compile_module", "module_key"]
 
@@ -48,8 +50,9 @@ def _versions() -> tuple[str, ...]:
         except PackageNotFoundError:
             return "unknown"
 
-    # of a checkout the number says little; this file decides on flags
-    own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    # of a checkout the number says little; these files decide on flags and on what IREE gets
+    here = Path(__file__)
+    own = hashlib.sha256(here.read_bytes() + here.with_name("splice.py").read_bytes()).hexdigest()
     names = ("pyop3_mlir", "iree-base-compiler", "iree-base-runtime")
     return (*(f"{name} {of(name)}" for name in names), own)
 
@@ -127,11 +130,14 @@ def compile_module(
     flags = list(device.target.flags)
     if device.target.backend == "llvm-cpu" and _needs_libm(text):
         flags += _system_link_flags()
-    if configure is None:
-        vmfb = _compile(text, flags, name)
-    else:
-        text = configure(_compile(text, flags, name, stop=_CONFIGURED).decode())
-        vmfb = _compile(text, flags, name, start=_CONFIGURED)
+    try:
+        if configure is None:
+            vmfb = _compile_in_parts(text, flags, name) or _compile(text, flags, name)
+        else:
+            text = configure(_compile(text, flags, name, stop=_CONFIGURED).decode())
+            vmfb = _compile(text, flags, name, start=_CONFIGURED)
+    except _RefusedError as error:
+        raise _failure(text, error.errors, name) from error
     global _compiled
     with _lock:
         _compiled = next(_count)
@@ -187,6 +193,34 @@ _CONFIGURED = "executable-configurations"
 """IREE's name of the phase in which dispatches get their tile sizes."""
 
 
+class _RefusedError(Exception):
+    """What IREE says of a module that it does not compile."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        super().__init__(*errors)
+        self.errors = errors
+
+
+def _compile_in_parts(text: str, flags: Sequence[str], name: str) -> bytes | None:
+    """Compile a module all of whose executables are ours, the host's side without them.
+
+    None where that does not work: what is wrong is best said of the whole module.
+    """
+    host, bodies = split(text)
+    if not bodies:
+        return None
+    try:
+        whole = splice(_compile_host(host, tuple(flags)), bodies)
+        return None if whole is None else _compile(whole, flags, name, start=SOURCES)
+    except _RefusedError:
+        return None
+
+
+@lru_cache(maxsize=256)
+def _compile_host(text: str, flags: tuple[str, ...]) -> str:
+    return _compile(text, flags, "host", stop=SOURCES).decode()
+
+
 def _compile(
     text: str, flags: Sequence[str], name: str, start: str | None = None, stop: str | None = None
 ) -> bytes:
@@ -213,7 +247,7 @@ def _compile(
                 session, text.encode() + b"\0", buffer_name=f"{name}.mlir"
             )
             if not (invocation.parse_source(source) and invocation.execute()):
-                raise _failure(text, errors, name)
+                raise _RefusedError(errors)
             with api.Output.open_membuffer() as output:
                 try:
                     if stop is not None:
@@ -221,7 +255,7 @@ def _compile(
                     else:
                         invocation.output_vm_bytecode(output)
                 except ValueError as error:
-                    raise _failure(text, [*errors, str(error)], name) from error
+                    raise _RefusedError([*errors, str(error)]) from error
                 return bytes(output.map_memory())
 
 
