@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import VerificationError
-from pyop3_mlir.parloop import INC, Argument, IndexTable, Kind, Parloop
+from pyop3_mlir.parloop import INC, WRITE, Argument, IndexTable, Kind, Parloop
 
 if TYPE_CHECKING:
     from pyop3_mlir.frontends.pyop2 import Reading
@@ -103,11 +103,36 @@ def compare_argument(
     try:
         compare(where, found, expected, before, original=original)
     except VerificationError:
-        if argument.access is not INC:
+        if argument.access not in (INC, WRITE):
             raise
-        # a sum that cancels is no more exact than what is added up
-        parts = contributions(loop, number, options, *limits)
-        compare(where, found, expected, parts, original=original)
+        size = magnitude(loop, number, options, *limits)
+        compare(where, found, expected, np.array([size]), original=original)
+
+
+def magnitude(
+    loop: Parloop, number: int, options: Options, start: int = 0, stop: int | None = None
+) -> float:
+    """How large the numbers are whose rounding an argument shows.
+
+    A sum that cancels is no more exact than what is added up. And where that is itself what
+    cancellation has left, like the square of a difference of equal functions, it is no more exact
+    than it would be if the loop's input were rounded differently, which is tried.
+
+    Parameters
+    ----------
+    loop, number
+        The loop, and which of its arguments.
+    options
+        Settings to run by.
+    start, stop
+        The iterations; all of them where not given.
+    """
+    parts = contributions(loop, number, options, start, stop)
+    if parts.dtype.kind in "iu":
+        return largest(parts)
+    others = [contributions(loop, number, options, start, stop, seed) for seed in range(3)]
+    change = max(largest(other - parts) for other in others)
+    return max(largest(parts), change / float(np.finfo(parts.dtype).eps))
 
 
 def largest(values: Array) -> float:
@@ -116,9 +141,14 @@ def largest(values: Array) -> float:
 
 
 def contributions(
-    loop: Parloop, number: int, options: Options, start: int = 0, stop: int | None = None
+    loop: Parloop,
+    number: int,
+    options: Options,
+    start: int = 0,
+    stop: int | None = None,
+    seed: int | None = None,
 ) -> Array:
-    """What single iterations of a loop add to an argument (some of the iterations).
+    """What single iterations of a loop add or write to an argument (some of the iterations).
 
     Parameters
     ----------
@@ -130,6 +160,9 @@ def contributions(
         Settings to run by.
     start, stop
         The iterations; all of them where not given.
+    seed
+        Of random changes of what the loop reads, by one unit in the last place; none where not
+        given.
     """
     from pyop3_mlir import engine
 
@@ -147,10 +180,26 @@ def contributions(
     for other, argument in enumerate(arguments):
         if argument.access.writes:
             arguments[other] = replace(argument, buffer=argument.buffer.copy())
-    arguments[number] = Argument(values, INC, Kind.INDIRECT, table, slots)
+    if seed is not None:
+        _round_differently(arguments, np.random.default_rng(seed))
+    access = loop.arguments[number].access
+    arguments[number] = Argument(values, access, Kind.INDIRECT, table, slots)
     single = Parloop(loop.kernel, iterations, arguments, loop.name)
     engine.compile(single, options=replace(options, tune="off"))(start, stop)
     return values
+
+
+def _round_differently(arguments: list[Argument], random: np.random.Generator) -> None:
+    """Let arguments that are read alone have other buffers, different in the last digits."""
+    changed: dict[int, Array] = {}
+    for number, argument in enumerate(arguments):
+        old = argument.buffer
+        if argument.access.writes or old.dtype.kind not in "fc":
+            continue
+        if old.ctypes.data not in changed:
+            unit = random.choice([-1, 1], old.shape) * np.finfo(old.dtype).eps
+            changed[old.ctypes.data] = (old * (1 + unit)).astype(old.dtype)
+        arguments[number] = replace(argument, buffer=changed[old.ctypes.data])
 
 
 @dataclass(eq=False)
@@ -327,10 +376,9 @@ class Trial:
         except VerificationError:
             right = False
         if self._largest(not right):
-            # a sum that cancels is no more exact than what is added up
             parts = self._together(
                 lambda: [
-                    largest(contributions(loop, number, self.options))
+                    magnitude(loop, number, self.options)
                     for loop in loops
                     for number in matrix.numbers
                 ]

@@ -1,0 +1,73 @@
+"""When the results of two engines count as equal, on numbers whose rounding is known."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from builder import KernelBuilder, dims_of, entry
+
+from pyop3_mlir.errors import VerificationError
+from pyop3_mlir.frontends.verify import compare_argument
+from pyop3_mlir.kernels.program import Op
+from pyop3_mlir.options import Options
+from pyop3_mlir.parloop import INC, READ, WRITE, Argument, IterationSet, Parloop
+
+CELLS = 20
+EPS = float(np.finfo(float).eps)
+
+
+def errors(access, power: int, first: np.ndarray, second: np.ndarray) -> Parloop:
+    """``(first - second) ** power`` in each cell, summed up or written."""
+    k = KernelBuilder("errors")
+    out, a, b = k.argument(1), k.argument(1), k.argument(1)
+    (i,) = dims_of((1,))
+    term = Op("sub", entry(a, i), entry(b, i))
+    k.store(out, (i,), Op("mul", term, term) if power == 2 else term)
+    target = (
+        Argument.glob(np.zeros(1), INC, "out")
+        if access is INC
+        else Argument.direct(np.zeros((CELLS, 1)), WRITE, "out")
+    )
+    read = [Argument.direct(values.reshape(CELLS, 1), READ) for values in (first, second)]
+    return Parloop(k.kernel(), IterationSet(CELLS), [target, *read])
+
+
+def thirds() -> np.ndarray:
+    return np.arange(1, CELLS + 1) / 3
+
+
+@pytest.mark.parametrize(
+    ("access", "power", "size", "equal"),
+    [
+        # as far apart as the last digits of the input allow
+        (INC, 2, 4 * EPS**2, True),
+        (INC, 1, 8 * EPS, True),
+        (WRITE, 2, 4 * EPS**2, True),
+        (WRITE, 1, 8 * EPS, True),
+        # and much farther
+        (INC, 2, 1e-20, False),
+        (INC, 1, 1e-9, False),
+        (WRITE, 2, 1e-20, False),
+        (WRITE, 1, 1e-9, False),
+    ],
+)
+def test_what_cancellation_leaves(access, power, size, equal):
+    """Two functions are equal but for rounding; one engine finds no difference at all."""
+    loop = errors(access, power, thirds(), thirds())
+    count = 1 if access is INC else CELLS
+    found, expected = np.zeros(count), np.full(count, size)
+    with contextlib.nullcontext() if equal else pytest.raises(VerificationError, match="out"):
+        compare_argument("loop", loop, 0, found, expected, np.zeros(count), Options.resolve())
+
+
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_what_does_not_cancel_is_compared_strictly(access):
+    loop = errors(access, 2, thirds(), np.zeros(CELLS))
+    count = 1 if access is INC else CELLS
+    expected = np.full(count, float(sum(thirds() ** 2))) if access is INC else thirds() ** 2
+    for change in (1e-11, 1e-9):
+        found = expected * (1 + change)
+        with pytest.raises(VerificationError, match="out"):
+            compare_argument("loop", loop, 0, found, expected, np.zeros(count), Options.resolve())
