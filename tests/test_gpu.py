@@ -29,7 +29,7 @@ from test_engine import (
 
 from pyop3_mlir import engine
 from pyop3_mlir.autotune.candidates import DeviceTraits, KernelStatistics, heuristic
-from pyop3_mlir.bench.cases import case_named
+from pyop3_mlir.bench.cases import Case, case_named
 from pyop3_mlir.errors import DeviceError, UnsupportedLoopError
 from pyop3_mlir.kernels.program import Op
 from pyop3_mlir.lowering.pipeline import lower
@@ -468,6 +468,15 @@ def test_other_architectures_compile(kind, architecture, schedule):
         assert kernels(module)
     else:
         assert b"\x7fELF" in module, "AMD's code objects are ELF files"
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize(("kind", "architecture"), [("cuda", "sm_80"), ("hip", "gfx90a")])
+def test_contractions_with_several_results_compile(kind, architecture, degree):
+    """Three components of the displacement, which IREE would not tile together."""
+    loop = Case("elasticity", "tetrahedron", degree, 1).loop(0.001).parloop
+    device = offline_device(kind, architecture)
+    assert engine.Module(loop.kernel, loop.spec, Schedule("segmented", "flat"), device).build()
 
 
 @pytest.mark.parametrize("kind", ["cuda", "hip"])

@@ -4,6 +4,7 @@
 stage                 made by                                         dialects
 ====================  ==============================================  ==========================
 ``tensor``            :func:`~pyop3_mlir.lowering.build.build_module`  linalg, tensor, scf, arith
+``split-results``     :class:`SplitResultsPass` (flat, GPU)            the same
 ``block-cells``       :class:`BlockCellsPass` (blocked)               the same, static shapes
 ``outline-scatter``   :class:`OutlineScatterPass` (flat)              the same, two functions
 ``bufferise``         :class:`BufferisePass`                          linalg, memref, scf, arith
@@ -41,6 +42,7 @@ from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
 from pyop3_mlir.lowering.passes.relax_atomics import RelaxAtomicsPass
+from pyop3_mlir.lowering.passes.split_results import SplitResultsPass
 from pyop3_mlir.lowering.passes.stack_results import StackResultsPass
 from pyop3_mlir.lowering.passes.strip_mine import StripMinePass
 from pyop3_mlir.lowering.passes.unroll_loops import UnrollLoopsPass
@@ -97,6 +99,7 @@ def _gpu_passes(schedule: Schedule, kind: str) -> list[ModulePass]:
     one = schedule.strategy == "in_order"
     atomic = schedule.strategy == "atomic"
     return [
+        *([SplitResultsPass()] if schedule.batching == "flat" else []),
         batching,
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
