@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from xdsl.dialects import memref
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.dialects.linalg.attrs import IteratorType
 from xdsl.dialects.linalg.ops import GenericOp
+from xdsl.printer import Printer
 
 from pyop3_mlir import engine
 from pyop3_mlir.kernels.program import IndexOf, Op, Scalar, Table
@@ -227,6 +229,25 @@ def test_module_depends_on_no_size():
         for parloop in (every_access("float64", cells) for cells in (11, 500))
     }
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "schedule", "kind"),
+    [
+        ("float64", Schedule("in_order"), "cpu"),
+        ("complex64", Schedule("segmented", "flat"), "cpu"),
+        ("int32", Schedule("segmented"), "cuda"),
+        ("float32", Schedule("colour"), "vulkan"),
+        ("float64", Schedule("atomic"), "hip"),
+    ],
+    ids=str,
+)
+def test_every_stage_is_printed_as_xdsl_prints_it(dtype, schedule, kind):
+    loop = every_access(dtype)
+    for _, module in stages(loop.kernel, loop.spec, schedule, 0, kind):
+        stream = StringIO()
+        Printer(stream, print_generic_format=True).print_op(module)
+        assert print_module(module) == stream.getvalue() + "\n"
 
 
 def test_text_is_the_same_in_each_process():

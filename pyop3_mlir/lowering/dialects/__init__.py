@@ -20,7 +20,6 @@ from xdsl.dialects.memref import MemRef
 from xdsl.dialects.scf import Scf
 from xdsl.dialects.tensor import Tensor
 from xdsl.ir import Operation
-from xdsl.printer import Printer
 
 from pyop3_mlir.lowering.dialects.arith import Arith
 from pyop3_mlir.lowering.dialects.codegen import IREECPU, IREEGPU, IREECodegen
@@ -29,6 +28,7 @@ from pyop3_mlir.lowering.dialects.gpu import GPU
 from pyop3_mlir.lowering.dialects.hal import HAL
 from pyop3_mlir.lowering.dialects.linalg import Linalg
 from pyop3_mlir.lowering.dialects.llvm import LLVM
+from pyop3_mlir.lowering.dialects.printer import GenericPrinter
 from pyop3_mlir.lowering.dialects.spirv import SPIRV
 from pyop3_mlir.lowering.dialects.util import Util
 from pyop3_mlir.lowering.dialects.vector import Vector
@@ -57,5 +57,5 @@ def print_module(op: Operation) -> str:
     attributes of named operations); the generic form is common ground.
     """
     stream = StringIO()
-    Printer(stream, print_generic_format=True).print_op(op)
+    GenericPrinter(stream).print_op(op)
     return stream.getvalue() + "\n"

@@ -166,7 +166,8 @@ class OutlineDispatchPass(ModulePass):
         tables = list(function.attributes.get(TABLES, ArrayAttr([])))  # type: ignore[call-overload]
         arguments = _memrefs(function)
         arguments = arguments[: len(arguments) - len(tables)]
-        written = [number for number, a in enumerate(arguments) if a in _written(function)]
+        changed = _written(function)
+        written = [number for number, a in enumerate(arguments) if a in changed]
         types: list[Attribute] = [
             TensorType(a.type.element_type, a.type.get_shape())  # type: ignore[attr-defined]
             for a in arguments
