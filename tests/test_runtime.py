@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -681,6 +683,17 @@ def test_processes_compile_the_same_module_at_the_same_time(tmp_path):
     cache = Cache(root)
     assert len(cache.list()) == 1
     assert list(cache.verify()) == []
+
+
+def test_a_program_that_keeps_loops_ends_in_silence():
+    """As PyOP2's caches do; IREE's bindings would list every class of theirs."""
+    code = (
+        "import ctypes; from pyop3_mlir import engine; from pyop3_mlir.bench.cases import case_named;"
+        "loop = engine.compile(case_named('mass_p1_triangle_action').loop(1e-6).parloop);"
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 def test_aligned_memory():

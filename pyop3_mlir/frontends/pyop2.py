@@ -766,10 +766,11 @@ def _read_global(
     number: int, global_: Any, access: Access, iteration: Iteration, name: str
 ) -> Place:
     components = math.prod(global_.dim)
-    if not global_.double:
+    if not global_.double and access is not WRITE:
         return Place(number, Kind.GLOBAL, access, components, name=name, shared=True)
-    # packed twice, for either side of a facet
-    values = np.zeros((iteration.iteration_set.extent, 2), dtype=np.int32)
+    # packed twice, for either side of a facet; or written, so that the last entity's value stays
+    sides = 2 if global_.double else 1
+    values = np.zeros((iteration.iteration_set.extent, sides), dtype=np.int32)
     table = IndexTable(values, 1)
     return Place(number, Kind.INDIRECT, access, components, table, name=name, shared=True)
 

@@ -611,6 +611,9 @@ class _Importer:
         view = frame.variables.get(name)
         if view is None:
             raise UnsupportedLoopError(f"{frame.where}: {name} is not a variable of the kernel")
+        while len(subscripts) > len(view.shape) and subscripts[-1] == Scalar(0, INDEX):
+            # an address of one value
+            subscripts = subscripts[:-1]
         if len(subscripts) > len(view.shape):
             raise UnsupportedLoopError(
                 f"{frame.where}: {name} has {len(view.shape)} axes, {expression} {len(subscripts)}"

@@ -30,6 +30,9 @@ __all__ = ["ALIGNMENT", "BoundFunction", "Buffer", "Executable", "aligned_empty"
 ALIGNMENT = 64
 """Bytes. IREE imports host memory that is aligned to this only."""
 
+# programs end while caches of theirs hold loops; IREE's bindings would list that, class by class
+iree._binding.disable_leak_checker()
+
 # MLIR's integers have no sign
 _TYPES = (
     ("bool", "i1", iree.HalElementType.BOOL_8),

@@ -248,6 +248,24 @@ def test_real_space(mesh: Callable[..., Any], verifying: Any) -> None:
     verifying.all_lowered()
 
 
+def test_reals_are_written(verifying: Any) -> None:
+    """Each entity writes the same global; the last one's value stays."""
+    reals = FunctionSpace(triangles(), "R", 0)
+    one = Function(reals).interpolate(Constant(2.5))
+    two = Function(reals).interpolate(3 * one + 1)
+    assert (one.dat.data_ro[0], two.dat.data_ro[0]) == (2.5, 8.5)
+    verifying.all_lowered()
+
+
+def test_slate_on_horizontal_facets(verifying: Any) -> None:
+    """Its kernels ask whether there is a cell above, by the number of layers."""
+    space = FunctionSpace(prisms(), "DG", 1)
+    v, f = TestFunction(space), Function(space)
+    f.interpolate(SpatialCoordinate(space.mesh())[2] + 1)
+    assemble(Tensor(jump(f * v) * dS_h + avg(v) * dS_v + f * v * ds_t + f * v * dx))
+    verifying.all_lowered()
+
+
 @pytest.mark.parametrize("element", [("Argyris", 5), ("Hermite", 3), ("Morley", 2)])
 def test_zany_elements(element: Any, verifying: Any) -> None:
     space = FunctionSpace(triangles(2), *element)
