@@ -688,7 +688,8 @@ def test_processes_compile_the_same_module_at_the_same_time(tmp_path):
 def test_a_program_that_keeps_loops_ends_in_silence():
     """As PyOP2's caches do; IREE's bindings would list every class of theirs."""
     code = (
-        "import ctypes; from pyop3_mlir import engine; from pyop3_mlir.bench.cases import case_named;"
+        "import ctypes; from pyop3_mlir import engine;"
+        "from pyop3_mlir.bench.cases import case_named;"
         "loop = engine.compile(case_named('mass_p1_triangle_action').loop(1e-6).parloop);"
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop))"
     )
