@@ -64,6 +64,12 @@ def test_nothing_is_split_where_nothing_is_ours():
     assert compiling._compile_in_parts(text, get_device("cpu").target.flags, "loop") is None
 
 
+@pytest.mark.parametrize("missing", ['"func.func"', "{translation_info = #t} "])
+def test_what_looks_otherwise_is_left_whole(missing):
+    text = executable("b", 2) + executable("a", 1).replace(missing, "")
+    assert split(text) == (text, {})
+
+
 def executable(name: str, value: int) -> str:
     """An executable as xDSL prints it, in short."""
     return f"""

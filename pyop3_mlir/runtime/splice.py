@@ -55,7 +55,7 @@ def split(text: str) -> tuple[str, dict[str, Body]]:
     -------
     tuple
         The module with empty functions in executables, and the bodies by the functions' names:
-        none where the module has no executables.
+        none where the module has no executables, or strange ones.
     """
     host: list[str] = []
     bodies: dict[str, Body] = {}
@@ -70,15 +70,17 @@ def split(text: str) -> tuple[str, dict[str, Body]]:
             if inner == _CLOSE:
                 break
             inside.append(inner)
-        opened, name = next((n, m[1]) for n, m in enumerate(map(_FUNCTION.fullmatch, inside)) if m)
-        ends = map(_END.fullmatch, inside[opened:])
-        attributes = next(m[1] for m in ends if m)
-        body = "\n".join(inside)
+        rest = iter(inside)
+        function = next(filter(None, map(_FUNCTION.fullmatch, rest)), None)
+        end = next(filter(None, map(_END.fullmatch, rest)), None)
+        if function is None or end is None:
+            return text, {}
+        name, body = function[1], "\n".join(inside)
         kind = kinds.setdefault(body.replace(f'"{name}"', ""), len(kinds))
         bodies[name] = Body(body, kind)
         # IREE takes executables that are alike for one: those whose bodies are
-        end = f"      }}) {{{attributes}, body = {kind}}} : () -> ()"
-        host += [inside[opened], _RETURN, end, _CLOSE]
+        last = f"      }}) {{{end[1]}, body = {kind}}} : () -> ()"
+        host += [function[0], _RETURN, last, _CLOSE]
     return "\n".join(host), bodies
 
 
