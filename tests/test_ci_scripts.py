@@ -14,7 +14,7 @@ def run(*arguments, tools=(), tmp_path):
     """Run it where nothing is on the path but the shell's own tools and those given."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("bash", "cat", "dirname", "env", "grep", "nproc", "paste", "sed", "sort"):
+    for name in ("bash", "cat", "dirname", "env", "find", "grep", "nproc", "paste", "sed", "sort"):
         (folder / name).symlink_to(Path("/usr/bin") / name)
     for name, text in dict(tools).items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -30,10 +30,13 @@ def run(*arguments, tools=(), tmp_path):
     )
 
 
-def toolkit(tmp_path):
+LIBRARIES = ("cublas", "cufft", "curand", "cusolver", "cusparse")
+
+
+def toolkit(tmp_path, libraries=LIBRARIES):
     """A folder that looks like a CUDA toolkit."""
     home = tmp_path / "cuda"
-    for name in ("bin/nvcc", "include/cuda.h"):
+    for name in ("bin/nvcc", "include/cuda.h", *(f"lib64/lib{name}.so" for name in libraries)):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text("#!/usr/bin/env bash\necho 'release 13.0, V13.0.88'\n")
         (home / name).chmod(0o755)
@@ -63,6 +66,15 @@ def test_without_a_toolkit(tmp_path):
     done = run("venv", tmp_path=tmp_path)
     assert done.returncode == 3
     assert "nvcc is missing: install the CUDA toolkit" in done.stderr
+
+
+@pytest.mark.parametrize("missing", LIBRARIES)
+def test_with_a_part_of_a_toolkit(missing, tmp_path):
+    """As the compiler's package alone leaves it."""
+    home = toolkit(tmp_path, [name for name in LIBRARIES if name != missing])
+    done = run("--cuda-dir", home, "venv", tools=HOST, tmp_path=tmp_path)
+    assert done.returncode == 3
+    assert f"there is no lib{missing}.so in {home}; install the whole CUDA toolkit" in done.stderr
 
 
 def test_without_a_compiler_or_a_driver(tmp_path):

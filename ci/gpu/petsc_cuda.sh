@@ -70,6 +70,11 @@ else
 fi
 [ -e "$cuda_dir/include/cuda.h" ] || [ -e "$cuda_dir/targets/x86_64-linux/include/cuda.h" ] ||
     die 3 "there is no include/cuda.h in $cuda_dir; give the folder of the CUDA toolkit with --cuda-dir"
+# PETSc's configure says only that the folder does not work, after minutes; NVIDIA's HPC SDK has a folder for some
+for library in cublas cufft curand cusolver cusparse; do
+    found=$(find -L "$cuda_dir" "$cuda_dir/../../math_libs" -maxdepth 4 -name "lib$library.so" -print -quit 2>/dev/null || true)
+    [ -n "$found" ] || die 3 "there is no lib$library.so in $cuda_dir; install the whole CUDA toolkit, or say where it is with --cuda-dir"
+done
 for tool in mpicc mpicxx make gcc g++ "${PYTHON:-python3}"; do
     command -v "$tool" >/dev/null || die 3 "$tool is missing; run ci/system-packages.sh firedrake"
 done
