@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from builder import KernelBuilder, dims_of, entry
 
 from pyop3_mlir.errors import VerificationError
 from pyop3_mlir.frontends.verify import compare_argument
-from pyop3_mlir.kernels.program import Op
+from pyop3_mlir.kernels.program import Expr, Op, Scalar
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, WRITE, Argument, IterationSet, Parloop
 
@@ -18,13 +19,12 @@ CELLS = 20
 EPS = float(np.finfo(float).eps)
 
 
-def errors(access, power: int, first: np.ndarray, second: np.ndarray) -> Parloop:
-    """``(first - second) ** power`` in each cell, summed up or written."""
-    k = KernelBuilder("errors")
+def pairwise(access, body: Callable[[Expr, Expr], Expr], first, second) -> Parloop:
+    """A value of two numbers in each cell, summed up or written."""
+    k = KernelBuilder("pairwise")
     out, a, b = k.argument(1), k.argument(1), k.argument(1)
     (i,) = dims_of((1,))
-    term = Op("sub", entry(a, i), entry(b, i))
-    k.store(out, (i,), Op("mul", term, term) if power == 2 else term)
+    k.store(out, (i,), body(entry(a, i), entry(b, i)))
     target = (
         Argument.glob(np.zeros(1), INC, "out")
         if access is INC
@@ -32,6 +32,25 @@ def errors(access, power: int, first: np.ndarray, second: np.ndarray) -> Parloop
     )
     read = [Argument.direct(values.reshape(CELLS, 1), READ) for values in (first, second)]
     return Parloop(k.kernel(), IterationSet(CELLS), [target, *read])
+
+
+def errors(access, power: int, first: np.ndarray, second: np.ndarray) -> Parloop:
+    """``(first - second) ** power`` in each cell."""
+
+    def body(a: Expr, b: Expr) -> Expr:
+        term = Op("sub", a, b)
+        return Op("mul", term, term) if power == 2 else term
+
+    return pairwise(access, body, first, second)
+
+
+def chosen(access, values: np.ndarray) -> Parloop:
+    """1 where a number is larger than itself, else 2."""
+
+    def body(a: Expr, b: Expr) -> Expr:
+        return Op("select", Op("gt", a, b), Scalar(1.0), Scalar(2.0))
+
+    return pairwise(access, body, values, values.copy())
 
 
 def thirds() -> np.ndarray:
@@ -60,6 +79,18 @@ def test_what_cancellation_leaves(access, power, size, equal):
     found, expected = np.zeros(count), np.full(count, size)
     with contextlib.nullcontext() if equal else pytest.raises(VerificationError, match="out"):
         compare_argument("loop", loop, 0, found, expected, np.zeros(count), Options.resolve())
+
+
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+def test_a_branch_that_rounding_decides_hides_nothing(access):
+    """Where two numbers are equal, the last digits of either choose between 1 and 2."""
+    loop = chosen(access, thirds())
+    count, value = (1, 2.0 * CELLS) if access is INC else (CELLS, 2.0)
+    expected = np.full(count, value)
+    with pytest.raises(VerificationError, match="out"):
+        compare_argument(
+            "loop", loop, 0, expected * (1 + 1e-6), expected, np.zeros(count), Options.resolve()
+        )
 
 
 @pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])

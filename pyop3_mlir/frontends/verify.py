@@ -23,6 +23,9 @@ Array = npt.NDArray[Any]
 _SAMPLE = 256
 """Iterations whose contributions are looked at one by one."""
 
+_UNITS = 64
+"""Units in the last place of larger changes of the input, to tell rounding from branches."""
+
 
 def compare(
     where: str,
@@ -116,7 +119,8 @@ def magnitude(
 
     A sum that cancels is no more exact than what is added up. And where that is itself what
     cancellation has left, like the square of a difference of equal functions, it is no more exact
-    than it would be if the loop's input were rounded differently, which is tried.
+    than it would be if the loop's input were rounded differently, which is tried. What does not
+    grow with such changes is no rounding: a branch has gone another way.
 
     Parameters
     ----------
@@ -130,9 +134,18 @@ def magnitude(
     parts = contributions(loop, number, options, start, stop)
     if parts.dtype.kind in "iu":
         return largest(parts)
-    others = [contributions(loop, number, options, start, stop, seed) for seed in range(3)]
-    change = max(largest(other - parts) for other in others)
-    return max(largest(parts), change / float(np.finfo(parts.dtype).eps))
+
+    def change(units: int) -> float:
+        """What changes of the input by so many units in the last place make of it."""
+        return max(
+            largest(contributions(loop, number, options, start, stop, (seed, units)) - parts)
+            for seed in range(3)
+        )
+
+    one, many = change(1), change(_UNITS)
+    if many < one * _UNITS / 8:
+        return largest(parts)
+    return max(largest(parts), one / float(np.finfo(parts.dtype).eps))
 
 
 def largest(values: Array) -> float:
@@ -146,7 +159,7 @@ def contributions(
     options: Options,
     start: int = 0,
     stop: int | None = None,
-    seed: int | None = None,
+    rounding: tuple[int, int] | None = None,
 ) -> Array:
     """What single iterations of a loop add or write to an argument (some of the iterations).
 
@@ -160,9 +173,8 @@ def contributions(
         Settings to run by.
     start, stop
         The iterations; all of them where not given.
-    seed
-        Of random changes of what the loop reads, by one unit in the last place; none where not
-        given.
+    rounding
+        Seed and size, in units in the last place, of random changes of what the loop reads.
     """
     from pyop3_mlir import engine
 
@@ -180,8 +192,9 @@ def contributions(
     for other, argument in enumerate(arguments):
         if argument.access.writes:
             arguments[other] = replace(argument, buffer=argument.buffer.copy())
-    if seed is not None:
-        _round_differently(arguments, np.random.default_rng(seed))
+    if rounding is not None:
+        seed, units = rounding
+        _round_differently(arguments, np.random.default_rng(seed), units)
     access = loop.arguments[number].access
     arguments[number] = Argument(values, access, Kind.INDIRECT, table, slots)
     single = Parloop(loop.kernel, iterations, arguments, loop.name)
@@ -189,7 +202,7 @@ def contributions(
     return values
 
 
-def _round_differently(arguments: list[Argument], random: np.random.Generator) -> None:
+def _round_differently(arguments: list[Argument], random: np.random.Generator, units: int) -> None:
     """Let arguments that are read alone have other buffers, different in the last digits."""
     changed: dict[int, Array] = {}
     for number, argument in enumerate(arguments):
@@ -197,8 +210,8 @@ def _round_differently(arguments: list[Argument], random: np.random.Generator) -
         if argument.access.writes or old.dtype.kind not in "fc":
             continue
         if old.ctypes.data not in changed:
-            unit = random.choice([-1, 1], old.shape) * np.finfo(old.dtype).eps
-            changed[old.ctypes.data] = (old * (1 + unit)).astype(old.dtype)
+            shift = random.choice([-units, units], old.shape) * np.finfo(old.dtype).eps
+            changed[old.ctypes.data] = (old * (1 + shift)).astype(old.dtype)
         arguments[number] = replace(argument, buffer=changed[old.ctypes.data])
 
 

@@ -51,3 +51,15 @@ func.func @others(%x: tensor<4x?xf64>, %zero: tensor<?xf64>) -> (tensor<?xf64>, 
 // CHECK-LABEL: func.func @others
 // CHECK:       %{{.*}}, %{{.*}} = linalg.generic
 // CHECK:       %{{.*}}, %{{.*}} = linalg.generic
+
+func.func @exchanged(%x: tensor<4x?xf64>, %zero: tensor<?xf64>) -> (tensor<?xf64>, tensor<?xf64>) {
+  %a, %b = linalg.generic {indexing_maps = [affine_map<(d0, d1) -> (d1, d0)>, affine_map<(d0, d1) -> (d0)>, affine_map<(d0, d1) -> (d0)>], iterator_types = ["parallel", "reduction"]} ins(%x : tensor<4x?xf64>) outs(%zero, %zero : tensor<?xf64>, tensor<?xf64>) {
+  ^bb0(%u: f64, %old_a: f64, %old_b: f64):
+    %new_b = arith.addf %old_b, %u : f64
+    linalg.yield %old_b, %new_b : f64, f64
+  } -> tensor<?xf64>, tensor<?xf64>
+  func.return %a, %b : tensor<?xf64>, tensor<?xf64>
+}
+
+// CHECK-LABEL: func.func @exchanged
+// CHECK:       %{{.*}}, %{{.*}} = linalg.generic

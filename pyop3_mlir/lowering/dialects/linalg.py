@@ -5,7 +5,7 @@ Source: https://mlir.llvm.org/docs/Dialects/Linalg/#linalgfill-linalgfillop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from xdsl.dialects import linalg
@@ -13,12 +13,12 @@ from xdsl.dialects.builtin import ArrayAttr, MemRefType, TensorType
 from xdsl.dialects.linalg import ops
 from xdsl.dialects.linalg.abstract_ops import NamedOperation
 from xdsl.dialects.linalg.attrs import IteratorTypeAttr
-from xdsl.ir import Attribute, Block, Dialect, Region, SSAValue
+from xdsl.ir import Attribute, Block, Dialect, Operation, Region, SSAValue
 from xdsl.ir.affine import AffineMap
 from xdsl.irdl import irdl_op_definition
 from xdsl.utils.exceptions import VerifyException
 
-__all__ = ["FillOp", "Linalg"]
+__all__ = ["FillOp", "Linalg", "operations_for", "read_by"]
 
 
 @irdl_op_definition
@@ -63,6 +63,26 @@ _BUFFER = (TensorType, MemRefType)
 def _scalar(type_: Any) -> Attribute:
     element: Attribute = type_.element_type if isinstance(type_, _BUFFER) else type_
     return element
+
+
+def operations_for(op: ops.GenericOp, result: int) -> list[Operation]:
+    """The operations in the body that a result is computed by, in order, but for the terminator."""
+    block = op.body.block
+    last = block.last_op
+    assert isinstance(last, ops.YieldOp)
+    found: set[Operation] = set()
+    stack = [last.operands[result]]
+    while stack:
+        owner = stack.pop().owner
+        if isinstance(owner, Operation) and owner.parent is block and owner not in found:
+            found.add(owner)
+            stack += read_by([owner])
+    return [inner for inner in block.ops if inner in found]
+
+
+def read_by(operations: Iterable[Operation]) -> set[SSAValue]:
+    """What operations use, those in their regions too."""
+    return {value for outer in operations for inner in outer.walk() for value in inner.operands}
 
 
 Linalg = Dialect(

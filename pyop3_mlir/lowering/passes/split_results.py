@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xdsl.context import Context
@@ -14,6 +13,8 @@ from xdsl.dialects.linalg.ops import YieldOp as LinalgYieldOp
 from xdsl.ir import Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint, Rewriter
+
+from pyop3_mlir.lowering.dialects.linalg import operations_for, read_by
 
 __all__ = ["SplitResultsPass"]
 
@@ -43,11 +44,13 @@ def _split(op: GenericOp) -> None:
     if all(kind.data != IteratorType.REDUCTION for kind in op.iterator_types):
         return
     # a result may be computed from what another one has been so far
-    needed = [_needed(op, number) for number in range(len(op.results))]
+    needed = [operations_for(op, number) for number in range(len(op.results))]
     outputs = op.body.block.args[len(op.inputs) :]
+    last = op.body.block.last_op
+    assert last is not None
     for number, operations in enumerate(needed):
         others = {a for k, a in enumerate(outputs) if k != number}
-        if others & _read(operations):
+        if others & (read_by(operations) | {last.operands[number]}):
             return
     for number, operations in enumerate(needed):
         _one_result(op, number, operations)
@@ -55,32 +58,12 @@ def _split(op: GenericOp) -> None:
     op.erase()
 
 
-def _needed(op: GenericOp, number: int) -> list[Operation]:
-    """The operations of the body that a result needs, in order, but for the terminator."""
-    block = op.body.block
-    last = block.last_op
-    assert isinstance(last, LinalgYieldOp)
-    found: set[Operation] = set()
-    stack = [last.operands[number]]
-    while stack:
-        owner = stack.pop().owner
-        if isinstance(owner, Operation) and owner.parent is block and owner not in found:
-            found.add(owner)
-            stack += _read([owner])
-    return [inner for inner in block.ops if inner in found]
-
-
-def _read(operations: Iterable[Operation]) -> set[SSAValue]:
-    """What operations use, those in their regions too."""
-    return {value for outer in operations for inner in outer.walk() for value in inner.operands}
-
-
 def _one_result(op: GenericOp, number: int, operations: list[Operation]) -> None:
     block = op.body.block
     last = block.last_op
     assert last is not None
     own = len(op.inputs) + number
-    read = _read(operations) | {last.operands[number]}
+    read = read_by(operations) | {last.operands[number]}
     kept = [k for k, a in enumerate(block.args) if k == own or (k < len(op.inputs) and a in read)]
     body = Block(arg_types=[block.args[k].type for k in kept])
     mapper: dict[SSAValue, SSAValue] = {

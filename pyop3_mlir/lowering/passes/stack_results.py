@@ -18,7 +18,7 @@ from xdsl.ir.affine import AffineConstantExpr, AffineDimExpr, AffineMap
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint, Rewriter
 
-from pyop3_mlir.lowering.dialects.linalg import FillOp
+from pyop3_mlir.lowering.dialects.linalg import FillOp, operations_for
 
 __all__ = ["StackResultsPass"]
 
@@ -121,14 +121,7 @@ class _Body:
         assert isinstance(last, LinalgYieldOp)
         self.maps = [m.data for m in op.indexing_maps]
         self.operands: list[int] = []
-        needed: set[Operation] = set()
-        stack = [last.operands[result]]
-        while stack:
-            owner = stack.pop().owner
-            if isinstance(owner, Operation) and owner.parent is block and owner not in needed:
-                needed.add(owner)
-                stack += owner.operands
-        self.operations = [inner for inner in block.ops if inner in needed]
+        self.operations = operations_for(op, result)
         output = len(op.inputs) + result
         numbers: dict[SSAValue, Any] = {}
 
