@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import zipfile
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from pyop3_mlir.bench.cases import case_named
 from pyop3_mlir.engine import Module
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.runtime import compile as compiling
+from pyop3_mlir.runtime.cache import Cache
 from pyop3_mlir.runtime.devices import get_device, offline_device
 from pyop3_mlir.runtime.splice import splice, split
 
@@ -19,6 +21,12 @@ from pyop3_mlir.runtime.splice import splice, split
 def lowered(schedule: Schedule, device=None, case: str = "laplace_p2_triangle_action") -> str:
     loop = case_named(case).loop(1e-6).parloop
     return Module(loop.kernel, loop.spec, schedule, device or get_device("cpu")).lower()
+
+
+def compile_in_parts(text: str, device, cache: Cache | None = None) -> bytes:
+    """Compile a module in parts; nothing where that does not work."""
+    host = partial(compiling._compile_host, device=device, cache=cache)
+    return compiling._compile_in_parts(text, device.target.flags, "loop", host) or b""
 
 
 def libraries(module: bytes) -> dict[str, bytes]:
@@ -30,9 +38,9 @@ def libraries(module: bytes) -> dict[str, bytes]:
 @pytest.mark.parametrize("strategy", ["in_order", "colour", "segmented"])
 def test_the_machine_code_is_the_same(strategy):
     text = lowered(Schedule(strategy))
-    flags = get_device("cpu").target.flags
-    whole = libraries(compiling._compile(text, flags, "loop"))
-    parts = libraries(compiling._compile_in_parts(text, flags, "loop") or b"")
+    cpu = get_device("cpu")
+    whole = libraries(compiling._compile(text, cpu.target.flags, "loop"))
+    parts = libraries(compile_in_parts(text, cpu))
     assert whole.keys() == parts.keys()
     for name, code in whole.items():
         assert len(code) == len(parts[name])
@@ -47,21 +55,26 @@ def test_the_machine_code_is_the_same(strategy):
 def test_executables_for_gpus_are_compiled_in_parts(kind, architecture):
     device = offline_device(kind, architecture)
     text = lowered(Schedule("colour"), device, "laplace_p1_triangle_action")
-    assert compiling._compile_in_parts(text, device.target.flags, "loop")
+    assert compile_in_parts(text, device)
 
 
-def test_the_host_is_compiled_once_for_kernels_of_one_interface():
-    flags = get_device("cpu").target.flags
-    compiling._compile_host.cache_clear()
-    for tile in (2, 4, 6):
-        assert compiling._compile_in_parts(lowered(Schedule("in_order", tile=tile)), flags, "loop")
-    assert compiling._compile_host.cache_info()[:2] == (2, 1)
+def test_the_host_is_compiled_once_for_kernels_of_one_interface(tmp_path):
+    cache, cpu = Cache(tmp_path), get_device("cpu")
+    first, *others = (lowered(Schedule("in_order", tile=tile)) for tile in (2, 4, 6))
+    assert compile_in_parts(first, cpu, cache)
+    (entry,) = cache.list()
+    for text in others:
+        assert compile_in_parts(text, cpu, cache)
+    assert cache.list() == [entry]
+    # what is kept there is what goes on from there
+    cache.put(entry.key, b"no module")
+    assert not compile_in_parts(first, cpu, cache)
 
 
 def test_nothing_is_split_where_nothing_is_ours():
     text = '"builtin.module"() ({\n}) : () -> ()'
     assert split(text) == (text, {})
-    assert compiling._compile_in_parts(text, get_device("cpu").target.flags, "loop") is None
+    assert compile_in_parts(text, get_device("cpu")) == b""
 
 
 @pytest.mark.parametrize("missing", ['"func.func"', "{translation_info = #t} "])

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache as memoise
-from functools import lru_cache
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +132,8 @@ def compile_module(
         flags += _system_link_flags()
     try:
         if configure is None:
-            vmfb = _compile_in_parts(text, flags, name) or _compile(text, flags, name)
+            host = partial(_compile_host, device=device, cache=cache)
+            vmfb = _compile_in_parts(text, flags, name, host) or _compile(text, flags, name)
         else:
             text = configure(_compile(text, flags, name, stop=_CONFIGURED).decode())
             vmfb = _compile(text, flags, name, start=_CONFIGURED)
@@ -201,7 +202,9 @@ class _RefusedError(Exception):
         self.errors = errors
 
 
-def _compile_in_parts(text: str, flags: Sequence[str], name: str) -> bytes | None:
+def _compile_in_parts(
+    text: str, flags: Sequence[str], name: str, compile_host: Callable[[str, Sequence[str]], str]
+) -> bytes | None:
     """Compile a module all of whose executables are ours, the host's side without them.
 
     None where that does not work: what is wrong is best said of the whole module.
@@ -210,15 +213,21 @@ def _compile_in_parts(text: str, flags: Sequence[str], name: str) -> bytes | Non
     if not bodies:
         return None
     try:
-        whole = splice(_compile_host(host, tuple(flags)), bodies)
+        whole = splice(compile_host(host, flags), bodies)
         return None if whole is None else _compile(whole, flags, name, start=SOURCES)
     except _RefusedError:
         return None
 
 
-@lru_cache(maxsize=256)
-def _compile_host(text: str, flags: tuple[str, ...]) -> str:
-    return _compile(text, flags, "host", stop=SOURCES).decode()
+def _compile_host(text: str, flags: Sequence[str], device: Device, cache: Cache | None) -> str:
+    """Compile the host's side of a module, which kernels with the same arguments share."""
+    entry = module_key(json.dumps(["host", text, *flags]), device)
+    found = None if cache is None else cache.get(entry)
+    if found is None:
+        found = _compile(text, flags, "host", stop=SOURCES)
+        if cache is not None:
+            cache.put(entry, found)
+    return found.decode()
 
 
 def _compile(
