@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
 import pytest
 
+from pyop3_mlir import engine
+from pyop3_mlir.errors import DeviceError
+from pyop3_mlir.runtime import devices
 from pyop3_mlir.runtime.cache import Cache, user_cache_path
 
 KEPT_BYTES = 1 << 30
@@ -60,3 +64,38 @@ def cache_dir(tmp_path, monkeypatch):
     path = tmp_path / "cache"
     monkeypatch.setenv("PYOP3_MLIR_CACHE_DIR", str(path))
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _close_gpus():
+    """Close GPUs behind the tests of a module.
+
+    IREE waits for an open Vulkan device in a thread of its own, and with Mesa's device on the CPU
+    this thread never sleeps: it takes a core from all tests that follow.
+    """
+    yield
+    opened = [name for name in devices._devices if not name.startswith("cpu")]
+    for name in opened:
+        device = devices._devices.pop(name)
+        for identity, executable in list(engine._executables.items()):
+            if executable.device is device:
+                del engine._executables[identity]
+    if opened:
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def vulkan():
+    """A Vulkan device with double precision."""
+    try:
+        return devices.get_device("vulkan")
+    except DeviceError as error:
+        pytest.skip(f"{error} (Debian: mesa-vulkan-drivers and libvulkan1)")
+
+
+@pytest.fixture(scope="session")
+def vulkan_present():
+    """For tests whose subprocesses open a Vulkan device with double precision."""
+    (info, *_) = [info for info in devices.available() if info.spec.startswith("vulkan")]
+    if info.unavailable or not info.f64:
+        pytest.skip(f"{info.unavailable or info} (Debian: mesa-vulkan-drivers and libvulkan1)")

@@ -106,11 +106,7 @@ def test_a_machine_without_a_compiler_runs_what_is_bundled(script, made):
     np.testing.assert_allclose([float(v) for v in values], expected(), rtol=1e-15)
 
 
-def test_on_a_vulkan_device_too(script, made):
-    try:
-        get_device("vulkan")
-    except DeviceError as error:
-        pytest.skip(str(error))
+def test_on_a_vulkan_device_too(vulkan_present, script, made):
     done = run_bare(script, made, "vulkan")
     assert done.returncode == 0, done.stderr
     strategy, *values = done.stdout.split()

@@ -48,7 +48,7 @@ from pyop3_mlir.parloop import (
 )
 from pyop3_mlir.planning import csr_pattern, csr_positions
 from pyop3_mlir.runtime.compile import _compile, compile_module
-from pyop3_mlir.runtime.devices import get_device, offline_device
+from pyop3_mlir.runtime.devices import offline_device
 
 STRATEGIES = ("in_order", "colour", "segmented")
 
@@ -58,15 +58,6 @@ batchings = pytest.mark.parametrize("batching", BATCHINGS)
 
 # ---------------------------------------------------------------------------------------------
 # On a Vulkan device
-
-
-@pytest.fixture(scope="session")
-def vulkan():
-    """A Vulkan device with double precision."""
-    try:
-        return get_device("vulkan")
-    except DeviceError as error:
-        pytest.skip(f"{error} (Debian: mesa-vulkan-drivers and libvulkan1)")
 
 
 @strategies

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 from test_bundle import BARE
 
-from pyop3_mlir.errors import DeviceError
-from pyop3_mlir.runtime.devices import get_device
-
 pytestmark = pytest.mark.slow
 
 KIT = Path(__file__).parent.parent / "ci" / "gpu"
@@ -21,12 +18,8 @@ CASES = ("laplace_p1_tetrahedron_action", "mass_p1_tetrahedron_matrix")
 
 
 @pytest.fixture(scope="module")
-def kit(tmp_path_factory):
+def kit(vulkan_present, tmp_path_factory):
     """A kit of two cases for Vulkan."""
-    try:
-        get_device("vulkan")
-    except DeviceError as error:
-        pytest.skip(f"{error} (Debian: mesa-vulkan-drivers and libvulkan1)")
     root = tmp_path_factory.mktemp("kit")
     command = [sys.executable, KIT / "build_kit.py", "-o", root, "--target=vulkan/ampere"]
     command += ["--matmul=64", *(f"--case={case}" for case in CASES)]

@@ -19,20 +19,11 @@ from pyop3_mlir.kernels.program import IndexOf, Op, Scalar
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.options import Options
 from pyop3_mlir.parloop import INC, READ, RW, Argument, IndexTable, IterationSet, Parloop
-from pyop3_mlir.runtime.devices import Timeline, get_device
+from pyop3_mlir.runtime.devices import Timeline
 from pyop3_mlir.runtime.executable import BoundFunction
 from pyop3_mlir.runtime.residency import Resident, Traffic, adopt, device_copy, latest, traffic
 
 CELLS, NODES, DT = 50, 30, 0.5
-
-
-@pytest.fixture(scope="session")
-def vulkan():
-    """A Vulkan device with double precision."""
-    try:
-        return get_device("vulkan")
-    except DeviceError as error:
-        pytest.skip(f"{error} (Debian: mesa-vulkan-drivers and libvulkan1)")
 
 
 def _flux_kernel():

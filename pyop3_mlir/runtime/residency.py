@@ -133,7 +133,8 @@ class _Staging:
         self.lock = threading.RLock()
         # in this order: a semaphore must be gone before its device is
         self.semaphore = device.hal.create_semaphore(0)
-        self.device = device
+        # and not ``device``, which would keep itself in the table of stagings
+        self._hal, self._timeline = device.hal, device.timeline
         self.clock = 0
         self._types = (
             iree.MemoryType.HOST_LOCAL | iree.MemoryType.DEVICE_VISIBLE,
@@ -148,20 +149,20 @@ class _Staging:
             return self._kept[size]
         while self._kept and sum(self._kept) + size > _STAGING_KEPT:
             self._kept.popitem(last=False)
-        memory = self.device.hal.allocator.allocate_buffer(*self._types, size)
+        memory = self._hal.allocator.allocate_buffer(*self._types, size)
         mapped: npt.NDArray[np.uint8] = memory.map().asarray([size], np.dtype(np.uint8))
         self._kept[size] = memory, mapped
         return self._kept[size]
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy between two buffers of one size, and wait for it. The caller holds the lock."""
-        self.run(lambda *order: self.device.hal.queue_copy(source, target, *order))
+        self.run(lambda *order: self._hal.queue_copy(source, target, *order))
 
     def run(self, submit: Callable[[list[Any], list[Any]], None]) -> None:
         """Have the device do something, given what it is to wait for and to signal; wait for it."""
         with self.lock:
             # loops that were submitted may still be at work on the memory
-            self.device.timeline.wait()
+            self._timeline.wait()
             self.clock += 1
             submit([], [(self.semaphore, self.clock)])
             self.semaphore.wait(self.clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pyop3_mlir.runtime import bundle
 from pyop3_mlir.runtime.compile import compile_module
@@ -42,7 +43,7 @@ def subview_module(device: Device) -> bytes:
     return compile_module(_SUBVIEW, device, name="subview")
 
 
-_functions: dict[Device, tuple[Any, Any]] = {}
+_functions: WeakKeyDictionary[Device, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def subview_loaded(device: Device) -> bool:

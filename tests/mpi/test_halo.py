@@ -37,7 +37,6 @@ from pyop3_mlir.parloop import (
     IterationSet,
     Parloop,
 )
-from pyop3_mlir.runtime.devices import available
 
 RANKS = [1, 2, 3, 4]
 REAL = np.dtype(np.float64)
@@ -192,13 +191,11 @@ def test_reductions(comm, access):
 
 
 @pytest.mark.parallel([2])
-def test_on_a_device(comm):
+def test_on_a_device(comm, vulkan):
     """What has arrived in the host's memory reaches the device, also between the two parts."""
-    if not any(info.spec == "vulkan:0" and not info.unavailable for info in available()):
-        pytest.skip("there is no Vulkan device")
     points, table = grid()
     u = np.sin(5 * points[:, 0])
-    problem = Laplace(comm, points, table, owners(3, len(table), comm.size), device="vulkan:0")
+    problem = Laplace(comm, points, table, owners(3, len(table), comm.size), device=vulkan.spec)
     owned = problem.part.halo.owned
     problem.u[:owned] = u[problem.part.nodes[:owned]]
     problem.u[owned:] = 1e30

@@ -18,7 +18,6 @@ from pyop2 import op2
 from pyop3_mlir.engine import BoundLoop
 from pyop3_mlir.errors import DeviceError, Pyop3MlirError
 from pyop3_mlir.rows import Rows
-from pyop3_mlir.runtime.devices import get_device
 from pyop3_mlir.runtime.residency import Traffic, traffic
 
 RANKS = [2, 3]
@@ -29,12 +28,9 @@ MAXIMUM = ("{[i]: 0 <= i < target.dofs}", "target[i, 0] = fmax(target[i, 0], sou
 
 
 @pytest.fixture
-def device():
+def device(vulkan):
     """The name of a device with memory of its own and double precision."""
-    try:
-        return get_device("vulkan").spec
-    except DeviceError as error:
-        pytest.skip(f"{error} (Debian: mesa-vulkan-drivers and libvulkan1)")
+    return vulkan.spec
 
 
 def functions(comm, shape=False):
