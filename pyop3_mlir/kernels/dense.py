@@ -3,10 +3,10 @@
 Up to 3 x 3 the inverse is a closed form: cofactors over the determinant. Larger systems are
 factorised as LAPACK's ``getrf`` does it (Golub and Van Loan, Matrix Computations, 4th edition,
 algorithm 3.4.1: Gaussian elimination with partial pivoting). Up to 8 x 8 that is straight-line code
-for all entries; beyond, every step of the elimination is a few statements over the rows and columns
-that remain. Pivots are found by compares and selects, and rows exchanged by selects, so that
-lowering needs nothing special and nothing can hang. The inverse of a singular matrix has inf or nan
-entries.
+for all entries; beyond, every step of the elimination is some ten statements over the rows and
+columns that remain, whatever their number. Pivots are found by compares and selects, and rows
+exchanged by selects, so that lowering needs nothing special and nothing can hang. The inverse of a
+singular matrix has inf or nan entries.
 
 Two forms: the ``*_entries`` functions map scalar expressions to scalar expressions;
 :func:`determinant`, :func:`inverse` and :func:`solve` read whole sources and give statements.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -380,8 +381,9 @@ def solve(
 class _Step:
     """One step of the elimination: what the remaining rows were reduced with.
 
-    ``pivot`` is the number of the pivot row among the remaining rows (int32; None in the last
-    step), ``pivot_row`` that row and ``pivot_rhs`` its right-hand side.
+    ``pivot`` is the number of the pivot row among the remaining rows (of a real type, as there are
+    vectors of those alone; None in the last step), ``pivot_row`` that row and ``pivot_rhs`` its
+    right-hand side.
     """
 
     pivot: Temporary | None
@@ -442,11 +444,11 @@ class _Maker:
             return self.load(temporaries[-1])
 
         temporaries: list[Temporary] = []
-        zero = Scalar(0, np.int32)
+        zero, one = (Scalar(k, _real(self.dtype)) for k in (0, 1))
         factors.steps = [
             (
-                # conditions are stored as integers
-                [(r, Op("ne", keep(Op("cast", c, dtype=np.int32)), zero)) for r, c in swaps],
+                # conditions are stored as real numbers, of which there are vectors
+                [(r, Op("ne", keep(Op("select", c, one, zero)), zero)) for r, c in swaps],
                 [(r, keep(multiple)) for r, multiple in multiples],
             )
             for swaps, multiples in factors.steps
@@ -513,7 +515,7 @@ class _Maker:
         return steps
 
     def _is_pivot(self, pivot: Temporary, row: Expr) -> Expr:
-        return _equal(row, Op("cast", self.load(pivot), dtype=INDEX))
+        return _equal(Op("cast", row, dtype=pivot.dtype), self.load(pivot))
 
     def _exchanged(self, source: Source, pivot: Temporary, row: Expr, rest: Sequence[Expr]) -> Expr:
         """Entry of a row > 0 after the first row and the pivot row changed places."""
@@ -533,32 +535,77 @@ class _Maker:
         return self.define(name, dims, chosen, (row,))
 
     def _pivot(self, matrix: Source, size: int) -> Expr:
-        """Number of the row whose first entry is largest in magnitude, the first of several."""
+        """Number of a row whose first entry is largest in magnitude.
 
-        def magnitude(row: int) -> Expr:
-            return _magnitude(self.load(matrix, Scalar(row, INDEX), Scalar(0, INDEX)), Op)
+        Rows compete in pairs until a few are left, for code that does not grow with their number.
+        """
+        first = Scalar(0, INDEX)
 
-        best: Expr = magnitude(0)
-        chosen: Expr = Scalar(0, np.int32)
-        for row in range(1, size):
-            larger = Op("gt", magnitude(row), best)
-            chosen = Op("select", larger, Scalar(row, np.int32), chosen)
-            best = Op("select", larger, magnitude(row), best)
-        return chosen
+        def of_matrix(row: Expr) -> tuple[Expr, ...]:
+            entry = _magnitude(self.load(matrix, row, first), Op)
+            return entry, Op("cast", row, dtype=entry.dtype)
+
+        contender: Callable[[Expr], tuple[Expr, ...]] = of_matrix
+        while size > _FEW:
+            half = Dim("r", (size + 1) // 2)
+            # the one in the middle of an odd number meets itself
+            opposite = Op("sub", Scalar(size - 1, INDEX), IndexOf(half))
+            winner = _larger(contender(IndexOf(half)), contender(opposite))
+            dims = (*self.batch, half)
+            shape = tuple(dim.extent for dim in dims)
+            best = tuple(Temporary("best", shape, value.dtype) for value in winner)
+            self.statements.append(Compute(best, dims, (), winner))
+            size, contender = half.extent, partial(self._loaded, best)
+        found = contender(first)
+        for k in range(1, size):
+            found = _larger(found, contender(Scalar(k, INDEX)))
+        return found[1]
+
+    def _loaded(self, sources: Sequence[Source], row: Expr) -> tuple[Expr, ...]:
+        return tuple(self.load(source, row) for source in sources)
 
     def substitute_back(self, steps: Sequence[_Step], columns: Sequence[Dim]) -> Temporary:
         """Solve with the triangle that the elimination left, from the last row upwards."""
         across = [IndexOf(dim) for dim in columns]
-        found: list[Temporary] = []
-        for step in reversed(steps):
+        # what is known of the solution, the last row first
+        known: Temporary | None = None
+        for count, step in enumerate(reversed(steps)):
             assert step.pivot_rhs is not None
             value = self.load(step.pivot_rhs, *across)
-            for place, known in enumerate(found, 1):
-                factor = self.load(step.pivot_row, Scalar(place, INDEX))
-                value = Op("sub", value, Op("mul", factor, self.load(known, *across)))
+            row = Dim("r", count + 1)
+            if known is not None:
+                right = Dim("c", count)
+                factor = self.load(step.pivot_row, Op("sub", Scalar(count, INDEX), IndexOf(right)))
+                product = Op("mul", factor, self.load(known, IndexOf(right), *across))
+                value = Op(
+                    "sub", value, self.load(self.define("s", columns, product, (right,)), *across)
+                )
             value = Op("div", value, self.load(step.pivot_row, Scalar(0, INDEX)))
-            found.insert(0, self.define(f"x{len(steps) - len(found) - 1}", columns, value))
-        return self.stack(found, columns)
+            if known is not None:
+                # the remainder keeps the index within what there is
+                older = Op("rem", IndexOf(row), Scalar(count, INDEX))
+                new = _equal(IndexOf(row), Scalar(count, INDEX))
+                value = Op("select", new, value, self.load(known, older, *across))
+            known = self.define("x", (row, *columns), value)
+        assert known is not None
+        row = Dim("r", len(steps))
+        upwards = Op("sub", Scalar(len(steps) - 1, INDEX), IndexOf(row))
+        return self.define("x", (row, *columns), self.load(known, upwards, *across))
+
+
+_FEW = 4
+"""So many rows are compared one after the other."""
+
+
+def _larger(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The one of two magnitudes with numbers that is larger, ``a`` where none is."""
+    other = Op("gt", b[0], a[0])
+    return Op("select", other, b[0], a[0]), Op("select", other, b[1], a[1])
+
+
+def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type of the parts of complex numbers, or ``dtype`` itself."""
+    return np.empty(0, dtype).real.dtype
 
 
 def _equal(a: Expr, b: Expr) -> Expr:
