@@ -1086,6 +1086,19 @@ def test_random_expressions(pieces: list[gem.Node], seed: int) -> None:
     check(prepare(pairs), data, 1e-10)
 
 
+@pytest.mark.parametrize("extent", [2, 3, 30])
+def test_sums_over_one_index_within_each_other(extent: int) -> None:
+    """GEM makes one sum of them, over the same index twice."""
+    i, j = index(extent), index(2)
+    x = gem.Indexed(gem.Variable("x", (extent,)), (i,))
+    inner = gem.IndexSum(gem.Product(x, x), (i,))
+    entries = gem.ListTensor(np.array([x, inner], dtype=object))
+    expression = gem.IndexSum(gem.Indexed(entries, (j,)), (i,))
+    pairs = [(target(j), expression)]
+    check(pairs, {"x": random(extent)})
+    check(prepare(pairs), {"x": random(extent)})
+
+
 # -- the program ------------------------------------------------------------------------------
 
 

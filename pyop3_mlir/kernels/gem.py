@@ -340,6 +340,18 @@ def _index_sum(summand: gem.Node, indices: Iterable[gem.Index]) -> gem.Node:
     return gem.IndexSum(summand, tuple(i for i in indices if i in summand.free_indices))
 
 
+def _once(node: gem.IndexSum) -> tuple[tuple[gem.Index, ...], int]:
+    """Each index of a sum once, and how many times the sum over these is taken.
+
+    GEM makes one sum of nested ones, also where both are over the same index.
+    """
+    indices = tuple(dict.fromkeys(node.multiindex))
+    others = list(node.multiindex)
+    for index in indices:
+        others.remove(index)
+    return indices, math.prod(index.extent for index in others)
+
+
 def _unroll(expressions: Sequence[gem.Node], lvalues: Sequence[gem.Node]) -> list[gem.Node]:
     """Write out the short sums of the geometry, and those over tensors given entry by entry.
 
@@ -360,6 +372,8 @@ def _unroll(expressions: Sequence[gem.Node], lvalues: Sequence[gem.Node]) -> lis
 
     def chosen(node: gem.IndexSum) -> tuple[gem.Index, ...]:
         free = node.free_indices
+        if _once(node)[1] != 1:
+            return ()
         if outer.isdisjoint(node.multiindex) and all(
             i.extent <= _TINY and i not in kept for i in free
         ):
@@ -398,7 +412,7 @@ def _cancel_deltas(expressions: Sequence[gem.Node]) -> list[gem.Node]:
     replacer = MemoizerArg(optimise.filtered_replace_indices)
 
     def rewrite(node: gem.Node, self: Any) -> gem.Node:
-        if not isinstance(node, gem.IndexSum):
+        if not isinstance(node, gem.IndexSum) or _once(node)[1] != 1:
             return reuse_if_untouched(node, self)
         summand = self(node.children[0])
         parts = []
@@ -698,8 +712,11 @@ class _Translator:
                 same = self.op("eq", self.index(node.i), self.index(node.j))
                 return self.op("select", same, Scalar(1, self.real), Scalar(0, self.real))
             case gem.IndexSum():
-                (summand,) = operands
-                return self.builder.reduce(self.to_float(summand), self.dims(node.multiindex))
+                summand = self.to_float(operands[0])
+                indices, times = _once(node)
+                if times != 1:
+                    summand = self.op("mul", Scalar(times, summand.dtype), summand)
+                return self.builder.reduce(summand, self.dims(indices))
             case gem.Indexed() | gem.FlexiblyIndexed():
                 (tensor,) = node.children
                 if isinstance(tensor, gem.Variable):
