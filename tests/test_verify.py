@@ -53,6 +53,16 @@ def chosen(access, values: np.ndarray) -> Parloop:
     return pairwise(access, body, values, values.copy())
 
 
+def rearranged(access, rest: float) -> Parloop:
+    """``rest + (a b) b - a (b b)``: rounding within the kernel, as large whatever the input is."""
+
+    def body(a: Expr, b: Expr) -> Expr:
+        left, right = Op("mul", Op("mul", a, b), b), Op("mul", a, Op("mul", b, b))
+        return Op("add", Scalar(rest), Op("sub", left, right))
+
+    return pairwise(access, body, thirds() / CELLS, thirds()[::-1] / CELLS)
+
+
 def thirds() -> np.ndarray:
     return np.arange(1, CELLS + 1) / 3
 
@@ -79,6 +89,19 @@ def test_what_cancellation_leaves(access, power, size, equal):
     found, expected = np.zeros(count), np.full(count, size)
     with contextlib.nullcontext() if equal else pytest.raises(VerificationError, match="out"):
         compare_argument("loop", loop, 0, found, expected, np.zeros(count), Options.resolve())
+
+
+@pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
+@pytest.mark.parametrize("rest", [0.0, 1e-9])
+@pytest.mark.parametrize(("size", "equal"), [(EPS / 4, True), (1e-12, False)])
+def test_rounding_within_the_kernel(access, rest, size, equal):
+    loop = rearranged(access, rest)
+    count = 1 if access is INC else CELLS
+    expected = np.full(count, rest * (CELLS if access is INC else 1))
+    with contextlib.nullcontext() if equal else pytest.raises(VerificationError, match="out"):
+        compare_argument(
+            "loop", loop, 0, expected + size, expected, np.zeros(count), Options.resolve()
+        )
 
 
 @pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])

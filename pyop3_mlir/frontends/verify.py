@@ -26,6 +26,9 @@ _SAMPLE = 256
 _UNITS = 64
 """Units in the last place of larger changes of the input, to tell rounding from branches."""
 
+_FAINT = 1e-5
+"""What part of a result no branch is likely to change."""
+
 
 def compare(
     where: str,
@@ -60,7 +63,7 @@ def compare(
     if found.dtype.kind in "iu":
         tolerance, scale = 0.0, 1.0
     else:
-        tolerance = 1e-12 if np.finfo(found.dtype).precision > 10 else 1e-5
+        tolerance = _tolerance(found.dtype)
         scale = max(largest(expected), largest(others))
     worst = float(np.nanmax(difference)) if difference.size else 0.0
     if np.isnan(difference).any() or worst > tolerance * scale:
@@ -69,6 +72,10 @@ def compare(
             f"{where}: entry {entry(at)} is {found[at]!r}, {original} has {expected[at]!r}; "
             f"the difference {worst:.3g} is more than {tolerance:g} of {scale:.3g}"
         )
+
+
+def _tolerance(dtype: np.dtype[Any]) -> float:
+    return 1e-12 if np.finfo(dtype).precision > 10 else 1e-5
 
 
 def compare_argument(
@@ -120,7 +127,8 @@ def magnitude(
     A sum that cancels is no more exact than what is added up. And where that is itself what
     cancellation has left, like the square of a difference of equal functions, it is no more exact
     than it would be if the loop's input were rounded differently, which is tried. What does not
-    grow with such changes is no rounding: a branch has gone another way.
+    grow with such changes is either rounding inside the kernel, far smaller than its result or as
+    small as that of its input, or a branch that has gone another way, which does not count.
 
     Parameters
     ----------
@@ -142,10 +150,17 @@ def magnitude(
             for seed in range(3)
         )
 
-    one, many = change(1), change(_UNITS)
-    if many < one * _UNITS / 8:
-        return largest(parts)
-    return max(largest(parts), one / float(np.finfo(parts.dtype).eps))
+    size, one, many = largest(parts), change(1), change(_UNITS)
+    eps = float(np.finfo(parts.dtype).eps)
+    if many >= one * _UNITS / 8:
+        return max(size, one / eps)
+    noise = _UNITS * one
+    read = [a.buffer for a in loop.arguments if not a.access.writes and a.buffer.dtype.kind in "fc"]
+    if noise <= _FAINT * size or one <= 4 * eps * max(map(largest, read), default=0.0):
+        # each iteration adds its own to a global
+        times = loop.iteration_set.size if loop.arguments[number].kind is Kind.GLOBAL else 1
+        return max(size, times * noise / _tolerance(parts.dtype))
+    return size
 
 
 def largest(values: Array) -> float:
