@@ -115,6 +115,20 @@ def _advection(u: Any, v: Any) -> Any:
     )
 
 
+def _local_solve(degree: int) -> Form:
+    """The solution of a dense system in each cell, by Slate."""
+
+    def make(mesh: Any, _: int) -> Any:
+        import firedrake as fd
+
+        space = _space(mesh, "DG", degree)
+        trial, test = fd.TrialFunction(space), fd.TestFunction(space)
+        side = fd.Tensor(_mass(_coefficient(space), test))
+        return fd.Tensor(_mass(trial, test) + _laplace(trial, test)).solve(side)
+
+    return make
+
+
 def _mixed_poisson(mesh: Any, rank: int) -> Any:
     import firedrake as fd
 
@@ -452,6 +466,8 @@ OVERHEADS: tuple[str, ...] = (
     ),
     "neo_hookean_p2_tetrahedron_residual",
     "neo_hookean_p2_tetrahedron_matrix",
+    # systems of 4, 10 and 20 unknowns in each cell
+    *(f"local_solve_p{degree}_tetrahedron_action" for degree in (1, 2, 3)),
 )
 """Names for :func:`run_overheads`."""
 
@@ -460,7 +476,12 @@ def _overhead_case(name: str) -> Case:
     """A case of :data:`OVERHEADS`; not all of them are in :data:`CASES`."""
     form, element, cell, kind = name.rsplit("_", 3)
     rank = 2 if kind == "matrix" else 1
-    make = _neo_hookean if form == "neo_hookean" else _bilinear("CG", int(element[1]), _laplace)
+    degree = int(element[1])
+    make = {
+        "laplace": _bilinear("CG", degree, _laplace),
+        "neo_hookean": _neo_hookean,
+        "local_solve": _local_solve(degree),
+    }[form]
     return Case(name, make, rank, cell, 1)
 
 
