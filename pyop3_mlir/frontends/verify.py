@@ -152,15 +152,17 @@ def magnitude(
 
     size, one, many = largest(parts), change(1), change(_UNITS)
     eps = float(np.finfo(parts.dtype).eps)
-    if many >= one * _UNITS / 8:
+    if one and many >= one * _UNITS / 8:
         return max(size, one / eps)
-    noise = _UNITS * one
     read = [a.buffer for a in loop.arguments if not a.access.writes and a.buffer.dtype.kind in "fc"]
-    if noise <= _FAINT * size or one <= 4 * eps * max(map(largest, read), default=0.0):
-        # each iteration adds its own to a global
-        times = loop.iteration_set.size if loop.arguments[number].kind is Kind.GLOBAL else 1
-        return max(size, times * noise / _tolerance(parts.dtype))
-    return size
+    # what rounding may leave of numbers of the size of the input
+    rest = _UNITS * eps * max(map(largest, read), default=0.0)
+    noise = max(_UNITS * one, rest if size <= rest else 0.0)
+    if noise > _FAINT * size and one > rest:
+        return size
+    # each iteration adds its own to a global
+    times = loop.iteration_set.size if loop.arguments[number].kind is Kind.GLOBAL else 1
+    return max(size, times * noise / _tolerance(parts.dtype))
 
 
 def largest(values: Array) -> float:
