@@ -152,13 +152,13 @@ def magnitude(
 
     size, one, many = largest(parts), change(1), change(_UNITS)
     eps = float(np.finfo(parts.dtype).eps)
-    if one and many >= one * _UNITS / 8:
+    if not one:
+        return size
+    if many >= one * _UNITS / 8:
         return max(size, one / eps)
+    noise = _UNITS * one
     read = [a.buffer for a in loop.arguments if not a.access.writes and a.buffer.dtype.kind in "fc"]
-    # what rounding may leave of numbers of the size of the input
-    rest = _UNITS * eps * max(map(largest, read), default=0.0)
-    noise = max(_UNITS * one, rest if size <= rest else 0.0)
-    if noise > _FAINT * size and one > rest:
+    if noise > _FAINT * size and one > _UNITS * eps * max(map(largest, read), default=0.0):
         return size
     # each iteration adds its own to a global
     times = loop.iteration_set.size if loop.arguments[number].kind is Kind.GLOBAL else 1

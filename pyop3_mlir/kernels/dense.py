@@ -593,7 +593,7 @@ class _Maker:
         return self.define("x", (row, *columns), self.load(known, upwards, *across))
 
 
-_FEW = 8
+_FEW = 16
 """So many rows are compared one after the other."""
 
 
