@@ -71,7 +71,7 @@ test-mpi: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 test-mpi: export OMPI_ALLOW_RUN_AS_ROOT := 1
 test-mpi: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 test-mpi: firedrake
-	$(PYTEST) -m 'parallel[1]' tests/mpi $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m 'parallel[1]' tests/mpi $(PYTEST_ARGS)
 	for processes in 2 3 4; do
 	    mpiexec -n $$processes $(PYTEST) -q -m "parallel[$$processes]" tests/mpi $(PYTEST_ARGS)
 	done

@@ -235,9 +235,28 @@ def test_a_large_system_takes_few_statements() -> None:
     b = np.random.default_rng(6).standard_normal((CELLS, n))
     left, right = argument("a", a), argument("b", b)
     statements, result = dense.solve(left, right)
-    assert len(statements) <= 9 * n
+    assert len(statements) <= 5 * n
     found = run(statements, result, (left, a), (right, b))
     assert error(found, np.linalg.solve(a, b[..., None])[..., 0]) < 1e-11
+
+
+@pytest.mark.parametrize("n", [10, 17, 33, 37])
+def test_large_systems(n: int) -> None:
+    a = random_matrices(n, 1e3)
+    b = np.random.default_rng(7).standard_normal((CELLS, n, 2, 3))
+    left, right = argument("a", a), argument("b", b)
+    expected = np.linalg.solve(a, b.reshape(CELLS, n, 6)).reshape(b.shape)
+    assert error(run(*dense.solve(left, right), (left, a), (right, b)), expected) < 1e-11
+    assert error(run(*dense.inverse(left), (left, a)), np.linalg.inv(a)) < 1e-11
+    assert error(run(*dense.determinant(left), (left, a)), np.linalg.det(a)) < 1e-11
+
+
+@pytest.mark.parametrize("n", [2, 5, 9])
+def test_no_right_hand_sides(n: int) -> None:
+    a = random_matrices(n, 3.0)
+    left, right = argument("a", a), argument("b", np.zeros((CELLS, n, 0)))
+    _, result = dense.solve(left, right)
+    assert result.shape == (n, 0)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -264,7 +265,7 @@ def determinant(matrix: Source, batch: Sequence[Dim] = ()) -> tuple[list[Compute
     if n <= UNROLLED:
         value = determinant_entries(make.entries(matrix)) if n else Scalar(1, matrix.dtype)
         return make.statements, make.define("det", (), value)
-    steps = make.eliminate(matrix, None)
+    steps = make.eliminate(matrix)
     value = make.load(steps[0].pivot_row, Scalar(0, INDEX))
     for step in steps[1:]:
         value = Op("mul", value, make.load(step.pivot_row, Scalar(0, INDEX)))
@@ -288,19 +289,18 @@ def inverse(matrix: Source, batch: Sequence[Dim] = ()) -> tuple[list[Compute], T
     make = _Maker(tuple(batch), matrix.dtype)
     n = make.check(matrix)
     if n > CLOSED_FORM:
-        row, column = Dim("r", n), Dim("j", n)
+        column = Dim("j", n)
         one, zero = Scalar(1, matrix.dtype), Scalar(0, matrix.dtype)
         if n <= UNROLLED:
             unit = [
                 Op("select", _equal(IndexOf(column), Scalar(k, INDEX)), one, zero) for k in range(n)
             ]
             return make.statements, make.solve_unrolled(matrix, unit, (column,))
-        identity = make.define(
-            "id", (row, column), Op("select", _equal(IndexOf(row), IndexOf(column)), one, zero)
-        )
-        return make.statements, make.substitute_back(
-            make.eliminate(matrix, identity, (column,)), (column,)
-        )
+
+        def identity(r: Expr, across: Sequence[Expr]) -> Expr:
+            return Op("select", _equal(r, across[0]), one, zero)
+
+        return make.statements, make.solve_large(matrix, identity, (column,))
     row, column = Dim("r", n), Dim("c", n)
     r, c = IndexOf(row), IndexOf(column)
     if n == 0:
@@ -360,8 +360,13 @@ def solve(
             f"{matrix.name} ({matrix.dtype}{list(matrix.shape)})"
         )
     columns = tuple(Dim("j", extent) for extent in rhs.shape[lead + 1 :])
+    if not prod(rhs.shape):
+        nothing = make.define("x", (Dim("r", n), *columns), Scalar(0, rhs.dtype))
+        return make.statements, nothing
     if n > UNROLLED:
-        return make.statements, make.substitute_back(make.eliminate(matrix, rhs, columns), columns)
+        return make.statements, make.solve_large(
+            matrix, lambda row, across: make.load(rhs, row, *across), columns
+        )
     if n > CLOSED_FORM:
         across = [IndexOf(dim) for dim in columns]
         sides = [make.load(rhs, Scalar(k, INDEX), *across) for k in range(n)]
@@ -382,13 +387,11 @@ class _Step:
     """One step of the elimination: what the remaining rows were reduced with.
 
     ``pivot`` is the number of the pivot row among the remaining rows (of a real type, as there are
-    vectors of those alone; None in the last step), ``pivot_row`` that row and ``pivot_rhs`` its
-    right-hand side.
+    vectors of those alone; None in the last step), ``pivot_row`` that row.
     """
 
     pivot: Temporary | None
     pivot_row: Temporary
-    pivot_rhs: Temporary | None
 
 
 class _Maker:
@@ -421,10 +424,16 @@ class _Maker:
     def define(
         self, name: str, dims: Sequence[Dim], body: Expr, reductions: Sequence[Dim] = ()
     ) -> Temporary:
+        return self.define_all(name, dims, [body], reductions)[0]
+
+    def define_all(
+        self, name: str, dims: Sequence[Dim], bodies: Sequence[Expr], reductions: Sequence[Dim] = ()
+    ) -> tuple[Temporary, ...]:
         dims = (*self.batch, *dims)
-        result = Temporary(name, tuple(dim.extent for dim in dims), body.dtype)
-        self.statements.append(Compute((result,), dims, tuple(reductions), (body,)))
-        return result
+        shape = tuple(dim.extent for dim in dims)
+        results = tuple(Temporary(name, shape, body.dtype) for body in bodies)
+        self.statements.append(Compute(results, dims, tuple(reductions), tuple(bodies)))
+        return results
 
     def solve_unrolled(
         self, matrix: Source, rhs: Sequence[Expr], columns: Sequence[Dim]
@@ -467,77 +476,76 @@ class _Maker:
     def stack(self, rows: Sequence[Temporary], columns: Sequence[Dim]) -> Temporary:
         """The rows as one temporary."""
         row = Dim("r", len(rows))
-        across = [IndexOf(dim) for dim in columns]
+        value = self._choose(IndexOf(row), rows, [IndexOf(dim) for dim in columns])
+        return self.define("x", (row, *columns), value)
+
+    def _choose(self, number: Expr, rows: Sequence[Temporary], across: Sequence[Expr]) -> Expr:
+        """The entry of one of the rows."""
 
         def choose(low: int, high: int) -> Expr:
             if high - low == 1:
                 return self.load(rows[low], *across)
             middle = (low + high) // 2
-            upper = Op("lt", IndexOf(row), Scalar(middle, INDEX))
+            upper = Op("lt", number, Scalar(middle, INDEX))
             return Op("select", upper, choose(low, middle), choose(middle, high))
 
-        return self.define("x", (row, *columns), choose(0, len(rows)))
+        return choose(0, len(rows))
 
-    def eliminate(
-        self, matrix: Source, rhs: Source | None, columns: Sequence[Dim] = ()
-    ) -> list[_Step]:
-        """Gaussian elimination with partial pivoting; the matrix shrinks by one row each step."""
-        n = matrix.shape[-1]
-        across = [IndexOf(dim) for dim in columns]
+    def eliminate(self, matrix: Source) -> list[_Step]:
+        """Gaussian elimination with partial pivoting; the matrix shrinks by a row each step.
+
+        Further columns are right-hand sides.
+        """
+        n, width = matrix.shape[len(self.batch) :]
         first = Scalar(0, INDEX)
         steps = []
         for number in range(n):
             size = n - number
             pivot = self.define(f"piv{number}", (), self._pivot(matrix, size)) if size > 1 else None
-            u = self._pivot_row(f"u{number}", matrix, pivot, [Dim("c", size)])
-            v = self._pivot_row(f"v{number}", rhs, pivot, columns) if rhs is not None else None
-            steps.append(_Step(pivot, u, v))
+            u = self._pivot_row(f"u{number}", matrix, pivot)
+            steps.append(_Step(pivot, u))
             if pivot is None:
                 break
-            row, column = Dim("r", size - 1), Dim("c", size - 1)
+            row, column = Dim("r", size - 1), Dim("c", width - number - 1)
             below = Op("add", IndexOf(row), Scalar(1, INDEX))
             right = Op("add", IndexOf(column), Scalar(1, INDEX))
             divisor = self.load(u, first)
-            if rhs is None:
+            if width == n:
                 # for a determinant: what is below a zero pivot is zero, and so is the result
                 one, zero = Scalar(1, self.dtype), Scalar(0, self.dtype)
                 divisor = Op("select", _equal(divisor, zero), one, divisor)
-            leading = self._exchanged(matrix, pivot, below, [first])
-            factor = self.define(f"l{number}", (row,), Op("div", leading, divisor))
-            multiplier = self.load(factor, IndexOf(row))
+            # (the lowering takes it out of the loop over columns)
+            multiplier = Op("div", self._exchanged(matrix, pivot, below, first), divisor)
             product = Op("mul", multiplier, self.load(u, right))
-            body = Op("sub", self._exchanged(matrix, pivot, below, [right]), product)
-            if rhs is not None and v is not None:
-                product = Op("mul", multiplier, self.load(v, *across))
-                reduced = Op("sub", self._exchanged(rhs, pivot, below, across), product)
-                rhs = self.define(f"b{number}", (row, *columns), reduced)
+            body = Op("sub", self._exchanged(matrix, pivot, below, right), product)
             matrix = self.define(f"a{number}", (row, column), body)
         return steps
 
     def _is_pivot(self, pivot: Temporary, row: Expr) -> Expr:
         return _equal(Op("cast", row, dtype=pivot.dtype), self.load(pivot))
 
-    def _exchanged(self, source: Source, pivot: Temporary, row: Expr, rest: Sequence[Expr]) -> Expr:
+    def _exchanged(self, matrix: Source, pivot: Temporary, row: Expr, column: Expr) -> Expr:
         """Entry of a row > 0 after the first row and the pivot row changed places."""
-        first = self.load(source, Scalar(0, INDEX), *rest)
-        return Op("select", self._is_pivot(pivot, row), first, self.load(source, row, *rest))
+        first = self.load(matrix, Scalar(0, INDEX), column)
+        return Op("select", self._is_pivot(pivot, row), first, self.load(matrix, row, column))
 
-    def _pivot_row(
-        self, name: str, source: Source, pivot: Temporary | None, dims: Sequence[Dim]
-    ) -> Temporary:
-        rest = [IndexOf(dim) for dim in dims]
+    def _pivot_row(self, name: str, matrix: Source, pivot: Temporary | None) -> Temporary:
+        rows, columns = matrix.shape[len(self.batch) :]
+        column = Dim("c", columns)
         if pivot is None:
-            return self.define(name, dims, self.load(source, Scalar(0, INDEX), *rest))
-        row = Dim("r", source.shape[len(self.batch)])
-        entry = self.load(source, IndexOf(row), *rest)
+            return self.define(
+                name, (column,), self.load(matrix, Scalar(0, INDEX), IndexOf(column))
+            )
+        row = Dim("r", rows)
+        entry = self.load(matrix, IndexOf(row), IndexOf(column))
         zero = Scalar(0, self.dtype)
         chosen = Op("select", self._is_pivot(pivot, IndexOf(row)), entry, zero)
-        return self.define(name, dims, chosen, (row,))
+        return self.define(name, (column,), chosen, (row,))
 
     def _pivot(self, matrix: Source, size: int) -> Expr:
         """Number of a row whose first entry is largest in magnitude.
 
-        Rows compete in pairs until a few are left, for code that does not grow with their number.
+        Rows compete in groups until a few are left, for code that does not grow with their number.
         """
         first = Scalar(0, INDEX)
 
@@ -546,16 +554,16 @@ class _Maker:
             return entry, Op("cast", row, dtype=entry.dtype)
 
         contender: Callable[[Expr], tuple[Expr, ...]] = of_matrix
-        while size > _FEW:
-            half = Dim("r", (size + 1) // 2)
-            # the one in the middle of an odd number meets itself
-            opposite = Op("sub", Scalar(size - 1, INDEX), IndexOf(half))
-            winner = _larger(contender(IndexOf(half)), contender(opposite))
-            dims = (*self.batch, half)
-            shape = tuple(dim.extent for dim in dims)
-            best = tuple(Temporary("best", shape, value.dtype) for value in winner)
-            self.statements.append(Compute(best, dims, (), winner))
-            size, contender = half.extent, partial(self._loaded, best)
+        while size > 2 * _TOGETHER:
+            group = Dim("r", -(-size // _TOGETHER))
+            winner = contender(IndexOf(group))
+            for k in range(1, _TOGETHER):
+                # groups overlap at the end where the rows cannot be shared out evenly
+                start = min(k * group.extent, size - group.extent)
+                other = Op("add", IndexOf(group), Scalar(start, INDEX))
+                winner = _larger(winner, contender(other))
+            best = self.define_all("best", (group,), winner)
+            size, contender = group.extent, partial(self._loaded, best)
         found = contender(first)
         for k in range(1, size):
             found = _larger(found, contender(Scalar(k, INDEX)))
@@ -564,37 +572,75 @@ class _Maker:
     def _loaded(self, sources: Sequence[Source], row: Expr) -> tuple[Expr, ...]:
         return tuple(self.load(source, row) for source in sources)
 
-    def substitute_back(self, steps: Sequence[_Step], columns: Sequence[Dim]) -> Temporary:
-        """Solve with the triangle that the elimination left, from the last row upwards."""
-        across = [IndexOf(dim) for dim in columns]
+    def solve_large(
+        self, matrix: Source, side: Callable[[Expr, Sequence[Expr]], Expr], columns: Sequence[Dim]
+    ) -> Temporary:
+        """Solve for right-hand sides, of which ``side`` gives an entry by row and columns."""
+        n = matrix.shape[-1]
+        width = prod(dim.extent for dim in columns)
+        row, column = Dim("r", n), Dim("c", n + width)
+        # the remainders keep the indices within what there is
+        left = self.load(matrix, IndexOf(row), _remainder(IndexOf(column), n))
+        number = Op("add", IndexOf(column), Scalar(-n % width, INDEX))
+        right = side(IndexOf(row), _unflattened(_remainder(number, width), columns))
+        inside = Op("lt", IndexOf(column), Scalar(n, INDEX))
+        both = self.define("ab", (row, column), Op("select", inside, left, right))
+        return self._substitute_back(self.eliminate(both), columns)
+
+    def _substitute_back(self, steps: Sequence[_Step], columns: Sequence[Dim]) -> Temporary:
+        """Solve with the triangle that the elimination left, from the last row upwards.
+
+        Rows are solved for a few at a time: sums over all that is known, then what the few have to
+        do with each other.
+        """
+        n = len(steps)
+        width = steps[-1].pivot_row.shape[-1] - 1
+        column = Dim("j", width)
+        across = IndexOf(column)
         # what is known of the solution, the last row first
         known: Temporary | None = None
-        for count, step in enumerate(reversed(steps)):
-            assert step.pivot_rhs is not None
-            value = self.load(step.pivot_rhs, *across)
-            row = Dim("r", count + 1)
+        for count in range(0, n, _TOGETHER):
+            rows = [steps[n - 1 - k].pivot_row for k in range(count, min(count + _TOGETHER, n))]
+            found = [
+                self.load(u, Op("add", across, Scalar(count + k + 1, INDEX)))
+                for k, u in enumerate(rows)
+            ]
             if known is not None:
                 right = Dim("c", count)
-                factor = self.load(step.pivot_row, Op("sub", Scalar(count, INDEX), IndexOf(right)))
-                product = Op("mul", factor, self.load(known, IndexOf(right), *across))
-                value = Op(
-                    "sub", value, self.load(self.define("s", columns, product, (right,)), *across)
+                products = tuple(
+                    Op(
+                        "mul",
+                        self.load(u, Op("sub", Scalar(count + k, INDEX), IndexOf(right))),
+                        self.load(known, IndexOf(right), across),
+                    )
+                    for k, u in enumerate(rows)
                 )
-            value = Op("div", value, self.load(step.pivot_row, Scalar(0, INDEX)))
+                sums = self.define_all("s", (column,), products, (right,))
+                found = [
+                    Op("sub", value, self.load(s, across))
+                    for value, s in zip(found, sums, strict=True)
+                ]
+            for k, u in enumerate(rows):
+                for j in range(k):
+                    factor = self.load(u, Scalar(k - j, INDEX))
+                    found[k] = Op("sub", found[k], Op("mul", factor, found[j]))
+                found[k] = Op("div", found[k], self.load(u, Scalar(0, INDEX)))
+            new = self.define_all("y", (column,), found)
+            row = Dim("r", count + len(rows))
+            value = self._choose(Op("sub", IndexOf(row), Scalar(count, INDEX)), new, [across])
             if known is not None:
                 # the remainder keeps the index within what there is
-                older = Op("rem", IndexOf(row), Scalar(count, INDEX))
-                new = _equal(IndexOf(row), Scalar(count, INDEX))
-                value = Op("select", new, value, self.load(known, older, *across))
-            known = self.define("x", (row, *columns), value)
+                older = self.load(known, _remainder(IndexOf(row), count), across)
+                value = Op("select", Op("lt", IndexOf(row), Scalar(count, INDEX)), older, value)
+            known = self.define("x", (row, column), value)
         assert known is not None
-        row = Dim("r", len(steps))
-        upwards = Op("sub", Scalar(len(steps) - 1, INDEX), IndexOf(row))
-        return self.define("x", (row, *columns), self.load(known, upwards, *across))
+        row = Dim("r", n)
+        upwards = Op("sub", Scalar(n - 1, INDEX), IndexOf(row))
+        return self.define("x", (row, *columns), self.load(known, upwards, _flattened(columns)))
 
 
-_FEW = 16
-"""So many rows are compared one after the other."""
+_TOGETHER = 4
+"""So many rows are handled by one statement."""
 
 
 def _larger(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -606,6 +652,27 @@ def _larger(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
 def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type of the parts of complex numbers, or ``dtype`` itself."""
     return np.empty(0, dtype).real.dtype
+
+
+def _remainder(index: Expr, extent: int) -> Expr:
+    return Op("rem", index, Scalar(extent, INDEX))
+
+
+def _flattened(dims: Sequence[Dim]) -> Expr:
+    """One index for all dimensions."""
+    found: Expr = Scalar(0, INDEX)
+    for dim in dims:
+        found = Op("add", Op("mul", found, Scalar(dim.extent, INDEX)), IndexOf(dim))
+    return found
+
+
+def _unflattened(index: Expr, dims: Sequence[Dim]) -> list[Expr]:
+    """The index of each dimension."""
+    found: list[Expr] = []
+    for dim in reversed(dims):
+        found.append(_remainder(index, dim.extent))
+        index = Op("floordiv", index, Scalar(dim.extent, INDEX))
+    return found[::-1]
 
 
 def _equal(a: Expr, b: Expr) -> Expr:

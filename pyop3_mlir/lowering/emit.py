@@ -91,9 +91,13 @@ class Emitter:
     ----------
     where
         A block (operations go to its end) or an insertion point.
+    entry
+        Inserts the constants, at a place before all others; by default they stand where they are
+        used first.
     """
 
-    def __init__(self, where: Block | InsertPoint) -> None:
+    def __init__(self, where: Block | InsertPoint, entry: Emitter | None = None) -> None:
+        self._entry = entry
         point = InsertPoint.at_end(where) if isinstance(where, Block) else where
         self.builder = Builder(point)
         self._constants: dict[tuple[Any, ...], SSAValue] = {}
@@ -105,6 +109,8 @@ class Emitter:
 
     def constant(self, value: Any, type: Attribute) -> SSAValue:
         """A constant of a scalar type; equal constants are one operation."""
+        if self._entry is not None:
+            return self._entry.constant(value, type)
         # the bytes tell 0.0 from -0.0, and NaN is equal to itself
         key = (np.asarray(value).tobytes(), type)
         if key not in self._constants:
@@ -211,7 +217,7 @@ class Emitter:
     ) -> tuple[SSAValue, ...]:
         """An ``scf.for``; ``body(emitter, index, carried)`` returns the next carried values."""
         block = Block(arg_types=[IndexType(), *(value.type for value in carried)])
-        inner = Emitter(block)
+        inner = Emitter(block, self._entry)
         result = body(inner, block.args[0], tuple(block.args[1:]))
         inner.insert(scf.YieldOp(*result))
         loop = scf.ForOp(
@@ -234,7 +240,7 @@ class Emitter:
                 regions.append(Region())
                 continue
             block = Block()
-            inner = Emitter(block)
+            inner = Emitter(block, self._entry)
             inner.insert(scf.YieldOp(*branch(inner)))
             regions.append(Region(block))
         op = scf.IfOp(condition, types, regions[0], regions[1] if otherwise is not None else None)

@@ -37,6 +37,10 @@ func.func @loop(%start: i64, %stop: i64, %map: memref<?xi32>, %x: memref<?xf64>)
   func.return
 }
 
+// Numbers stand before everything else, in the order of their first use.
+// CHECK:       %[[FIFTH:.*]] = arith.constant 6.000000e+00 : f64
+// CHECK:       %[[LAST:.*]] = arith.constant 1.600000e+01 : f64
+
 // A gather: one scalar load a cell, put together into one vector.
 // CHECK:       memref.load %{{.*}} : memref<?xi32>
 // CHECK:       "vector.from_elements"({{.*}}) : (f64, f64, f64, f64) -> vector<4xf64>
@@ -48,12 +52,12 @@ func.func @loop(%start: i64, %stop: i64, %map: memref<?xi32>, %x: memref<?xf64>)
 // CHECK:         arith.mulf {{.*}} fastmath<contract> : vector<4xf64>
 // CHECK-NEXT:    arith.addf {{.*}} fastmath<contract> : vector<4xf64>
 // CHECK:         scf.yield %{{.*}}, %{{.*}} : vector<4xf64>, vector<4xf64>
-// CHECK:       arith.constant 6.000000e+00 : f64
+// CHECK:       vector.broadcast %[[FIFTH]] : f64 to vector<4xf64>
 // CHECK:       vector.store {{.*}} : memref<3x4xf64>, vector<4xf64>
 // CHECK:       vector.store {{.*}} : memref<3x4xf64>, vector<4xf64>
 
 // The third row alone.
 // CHECK:       scf.for {{.*}} -> (vector<4xf64>) {
-// CHECK:       arith.constant 1.600000e+01 : f64
+// CHECK:       vector.broadcast %[[LAST]] : f64 to vector<4xf64>
 // CHECK:       vector.store {{.*}} : memref<3x4xf64>, vector<4xf64>
 // CHECK-NOT:   linalg

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -68,8 +68,9 @@ class _StripMiner:
             operations = [op for op in self.block.ops if self._is_nest(op)]
             nests = [_nest(op) for op in operations]
             written = [output for op in operations for output in op.outputs]
+            among = frozenset(operations)
             kept: set[Hashable] = {
-                b for b in written if not all(_within(use.operation, operations) for use in b.uses)
+                b for b in written if not all(_within(use.operation, among) for use in b.uses)
             }
             strip = find_strip(nests, {b: _bytes(b) for b in written}, kept, self.budget)
             if strip is None:
@@ -153,11 +154,11 @@ def _axes(op: GenericOp, number: int) -> list[int | None]:
     return [r.position if isinstance(r, AffineDimExpr) else None for r in results]
 
 
-def _within(op: Operation, operations: Sequence[GenericOp]) -> bool:
+def _within(op: Operation, operations: Set[Operation]) -> bool:
     """Whether an operation is one of them or in one of them, or clears what they add to."""
     parent: Operation | None = op
     while parent is not None:
-        if any(parent is operation for operation in operations):
+        if parent in operations:
             return True
         parent = parent.parent_op()
     return isinstance(op, FillOp)

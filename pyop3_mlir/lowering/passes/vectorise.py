@@ -92,11 +92,12 @@ class VectorisePass(ModulePass):
                 nests = [inner for inner in function.walk() if isinstance(inner, GenericOp)]
                 long = len(nests) > LONG
                 tile, unroll = (1, 1) if long else (self.tile, self.unroll)
+                entry = Emitter(InsertPoint.at_start(function.body.block))
                 for nest in nests:
-                    _Nest(nest, constants, tile, unroll).lower()
+                    _Nest(nest, constants, tile, unroll, entry).lower()
                 for inner in list(function.walk()):
                     if isinstance(inner, FillOp):
-                        _fill(inner)
+                        _fill(inner, entry)
 
 
 def _on_memrefs(function: func.FuncOp) -> bool:
@@ -157,11 +158,11 @@ def _element(value: _Value) -> Attribute:
     return (value.values[0] if isinstance(value, _Lanes) else value).type
 
 
-def _fill(op: FillOp) -> None:
+def _fill(op: FillOp, entry: Emitter) -> None:
     """A fill that no contraction has taken over."""
     target = op.outputs[0]
     assert isinstance(target.type, MemRefType)
-    e = Emitter(InsertPoint.before(op))
+    e = Emitter(InsertPoint.before(op), entry)
 
     def nest(e: Emitter, indices: list[SSAValue], shape: Sequence[int]) -> None:
         if not shape:
@@ -215,8 +216,11 @@ class _Constants:
 class _Nest:
     """The loop nest of one linalg.generic."""
 
-    def __init__(self, op: GenericOp, constants: _Constants, tile: int, unroll: int) -> None:
+    def __init__(
+        self, op: GenericOp, constants: _Constants, tile: int, unroll: int, entry: Emitter
+    ) -> None:
         self.op = op
+        self.entry = entry
         self.constants = constants
         self.memo: dict[Emitter, dict[Any, SSAValue]] = {}
         self.unroll = unroll
@@ -253,7 +257,7 @@ class _Nest:
         # accumulation starts from zero where the operation before fills the outputs
         self.fills = [self._fill_of(output) for output in self.outputs]
         self.initial = [fill.inputs[0] if fill is not None else None for fill in self.fills]
-        e = Emitter(InsertPoint.before(self.op))
+        e = Emitter(InsertPoint.before(self.op), self.entry)
         self.lane: IndexLike | None = None
         if not self._apply_table(e):
             self._parallel(e, {}, self._order())
