@@ -28,10 +28,10 @@ def pairwise(access, body: Callable[[Expr, Expr], Expr], first, second) -> Parlo
     target = (
         Argument.glob(np.zeros(1), INC, "out")
         if access is INC
-        else Argument.direct(np.zeros((CELLS, 1)), WRITE, "out")
+        else Argument.direct(np.zeros((len(first), 1)), WRITE, "out")
     )
-    read = [Argument.direct(values.reshape(CELLS, 1), READ) for values in (first, second)]
-    return Parloop(k.kernel(), IterationSet(CELLS), [target, *read])
+    read = [Argument.direct(values.reshape(-1, 1), READ) for values in (first, second)]
+    return Parloop(k.kernel(), IterationSet(len(first)), [target, *read])
 
 
 def errors(access, power: int, first: np.ndarray, second: np.ndarray) -> Parloop:
@@ -89,6 +89,20 @@ def test_what_cancellation_leaves(access, power, size, equal):
     found, expected = np.zeros(count), np.full(count, size)
     with contextlib.nullcontext() if equal else pytest.raises(VerificationError, match="out"):
         compare_argument("loop", loop, 0, found, expected, np.zeros(count), Options.resolve())
+
+
+@pytest.mark.parametrize(("size", "equal"), [(1e-27, True), (1e-20, False)])
+def test_iterations_far_from_the_first(size, equal):
+    """The difference of two functions whose first thousand values are far smaller than the rest."""
+    cells = 2000
+    values = np.where(np.arange(cells) < cells // 2, 1e-12, 1.0)
+    loop = errors(INC, 2, values, values * (1 + 1e-9))
+    expected = np.array([np.sum((values * 1e-9) ** 2)])
+    difference = np.array([size])
+    with contextlib.nullcontext() if equal else pytest.raises(VerificationError, match="out"):
+        compare_argument(
+            "loop", loop, 0, expected + difference, expected, np.zeros(1), Options.resolve()
+        )
 
 
 @pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])

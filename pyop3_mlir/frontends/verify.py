@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import VerificationError
-from pyop3_mlir.parloop import INC, WRITE, Argument, IndexTable, Kind, Parloop
+from pyop3_mlir.parloop import (
+    INC,
+    WRITE,
+    Argument,
+    IndexTable,
+    IterationSet,
+    Kind,
+    Parloop,
+)
 
 if TYPE_CHECKING:
     from pyop3_mlir.frontends.pyop2 import Reading
@@ -21,7 +29,7 @@ __all__ = ["Trial", "compare", "compare_argument"]
 Array = npt.NDArray[Any]
 
 _SAMPLE = 256
-"""Iterations whose contributions are looked at one by one."""
+"""Iterations, at most, whose contributions are looked at one by one."""
 
 _UNITS = 64
 """Units in the last place of larger changes of the input, to tell rounding from branches."""
@@ -196,15 +204,20 @@ def contributions(
     from pyop3_mlir import engine
 
     iterations = loop.iteration_set
-    stop = min(iterations.size if stop is None else stop, start + _SAMPLE)
-    rows = np.full((iterations.extent, 1), -1, np.int32)
-    at: Any = slice(start, stop)
-    rows[at if iterations.entities is None else iterations.entities[at], 0] = range(stop - start)
+    stop = iterations.size if stop is None else stop
+    # spread evenly, as the first ones may be at a boundary, where there is little to see
+    step = max(1, -(-(stop - start) // _SAMPLE))
+    chosen = np.arange(start, stop, step, dtype=np.int32)
+    if iterations.entities is not None:
+        chosen = iterations.entities[chosen]
+    sample = IterationSet(len(chosen), entities=chosen, name=iterations.name)
+    rows = np.full((sample.extent, 1), -1, np.int32)
+    rows[chosen, 0] = range(len(chosen))
     slots = loop.arguments[number].slots
-    values = np.zeros((stop - start) * slots, loop.arguments[number].buffer.dtype)
+    values = np.zeros(len(chosen) * slots, loop.arguments[number].buffer.dtype)
     if not values.size:
         return values
-    table = IndexTable(rows, stop - start, allow_negative=True)
+    table = IndexTable(rows, len(chosen), allow_negative=True)
     arguments = list(loop.arguments)
     for other, argument in enumerate(arguments):
         if argument.access.writes:
@@ -214,8 +227,8 @@ def contributions(
         _round_differently(arguments, np.random.default_rng(seed), units)
     access = loop.arguments[number].access
     arguments[number] = Argument(values, access, Kind.INDIRECT, table, slots)
-    single = Parloop(loop.kernel, iterations, arguments, loop.name)
-    engine.compile(single, options=replace(options, tune="off"))(start, stop)
+    single = Parloop(loop.kernel, sample, arguments, loop.name)
+    engine.compile(single, options=replace(options, tune="off"))()
     return values
 
 

@@ -83,6 +83,27 @@ def same_numbers(expected: str, found: str) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def test_tests_that_come_with_firedrake(tmp_path: Path) -> None:
+    """Some of those that ``firedrake-check`` runs, each loop on both engines and compared."""
+    found: Any = importlib.util.find_spec("firedrake")
+    folder = Path(found.origin).parent / "_check" / "tests" / "firedrake" / "regression"
+    if not folder.exists():
+        pytest.skip(f"this Firedrake brings no tests ({folder})")
+    (tmp_path / "check.py").write_text(
+        "import pytest, sys\nsys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))\n"
+    )
+    done = run(
+        tmp_path, "-m", "pyop3_mlir", "run", "--report", "report.json", "check.py",
+        "-m", "not parallel", str(folder / "test_stokes_mini.py"),
+        f"{folder / 'test_nullspace.py'}::test_near_nullspace",
+        PYOP3_MLIR_VERIFY="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["lowered_fraction"] == 1.0
+    assert sum(loop["calls"] for loop in report["loops"]) > 100
+
+
 def demos() -> Path:
     """Firedrake's folder of demos."""
     named = os.environ.get("FIREDRAKE_DEMOS")
