@@ -1503,6 +1503,19 @@ def test_temporaries_beyond_the_stack_are_refused():
         engine.compile(loop, "cpu", Schedule())
 
 
+def test_one_complex_number_for_all_cells():
+    """IREE has no pattern of 16 bytes to fill a buffer with between two dispatches."""
+    k = KernelBuilder("number")
+    y = k.argument(1, dtype=complex)
+    k.output(y, k.compute((), entry(Table(np.array([1, -1j, 2])), 1)))
+    kernel = k.kernel()
+
+    def make():
+        return Parloop(kernel, IterationSet(5), [Argument.direct(np.zeros(5, complex), WRITE)])
+
+    check(make, Schedule("in_order", "flat"))
+
+
 # ---------------------------------------------------------------------------------------------
 # Any loop
 

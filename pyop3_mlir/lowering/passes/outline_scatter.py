@@ -8,15 +8,17 @@ from xdsl.context import Context
 from xdsl.dialects import arith, func, scf
 from xdsl.dialects.builtin import (
     ArrayAttr,
+    ComplexType,
     DictionaryAttr,
     IndexType,
     IntegerAttr,
     ModuleOp,
     StringAttr,
     TensorType,
+    f64,
     i64,
 )
-from xdsl.ir import Block, Region, SSAValue
+from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
@@ -58,6 +60,28 @@ def _refuse_calls(function: func.FuncOp) -> None:
             )
 
 
+def _too_wide(type_: TensorType[Attribute]) -> bool:
+    """Whether IREE cannot fill a buffer with one value of a tensor: it has patterns of 8 bytes."""
+    return type_.element_type == ComplexType(f64)
+
+
+def _made_of_constants(value: SSAValue) -> list[Operation] | None:
+    """All operations that a value is made by, in order; None where it depends on anything else."""
+    made = value.owner
+    if not isinstance(made, Operation):
+        return None
+    found: list[Operation] = []
+    for inner in made.walk():
+        for operand in inner.operands:
+            owner = operand.owner
+            if not made.is_ancestor(owner):
+                parts = _made_of_constants(operand)
+                if parts is None:
+                    return None
+                found += parts
+    return [*found, made]
+
+
 def _outline(function: func.FuncOp) -> func.FuncOp | None:
     block = function.body.block
     returned = block.last_op
@@ -74,16 +98,19 @@ def _outline(function: func.FuncOp) -> func.FuncOp | None:
         a for o in loop.walk() for region in o.regions for b in region.blocks for a in b.args
     }
     captured: list[SSAValue] = []
-    constants: list[arith.ConstantOp] = []
+    constants: list[Operation] = []
     for inner in loop.walk():
         for value in inner.operands:
             if value in inside or value in loop.iter_args:
                 continue
             owner = value.owner
             if isinstance(value.type, TensorType):
-                if value not in captured:
+                known = _made_of_constants(value) if _too_wide(value.type) else None
+                if known is not None:
+                    constants += known
+                elif value not in captured:
                     captured.append(value)
-            elif isinstance(owner, arith.ConstantOp) and owner not in constants:
+            elif isinstance(owner, arith.ConstantOp):
                 constants.append(owner)
     carried = list(loop.iter_args)
     arguments = [start, stop, *captured, *carried]
@@ -93,7 +120,7 @@ def _outline(function: func.FuncOp) -> func.FuncOp | None:
     first, last, origin = (e.to_index(argument) for argument in body.args[:3])
     mapping: dict[SSAValue, SSAValue] = dict(zip(arguments[2:], body.args[3:], strict=True))
     mapping[casts[0].result] = origin
-    for constant in constants:
+    for constant in dict.fromkeys(constants):
         e.builder.insert(constant.clone(mapping))
     mapping[loop.lb] = e.index(e.sub(first, origin))
     mapping[count.result] = e.index(e.sub(last, origin))
