@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse
 import scipy.special
 from builder import KernelBuilder, dims_of, entry, total
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from loops import every_access, random_loop, whole
 from meshes import one_cell_periodic, random_map
@@ -1525,6 +1525,7 @@ def test_one_complex_number_for_all_cells():
     st.sampled_from(STRATEGIES),
     st.sampled_from(["blocked 1 1 1", "blocked 4 3 2", "blocked 8 4 4", "blocked 3 2 8", "flat"]),
 )
+@example(3854, "in_order", "flat")  # complex numbers that are the same for all cells
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_loop(seed, strategy, how):
     batching, *shape = how.split()

@@ -10,15 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.errors import VerificationError
-from pyop3_mlir.parloop import (
-    INC,
-    WRITE,
-    Argument,
-    IndexTable,
-    IterationSet,
-    Kind,
-    Parloop,
-)
+from pyop3_mlir.parloop import INC, WRITE, Argument, IndexTable, IterationSet, Kind, Parloop
 
 if TYPE_CHECKING:
     from pyop3_mlir.frontends.pyop2 import Reading

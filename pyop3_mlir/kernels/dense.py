@@ -3,8 +3,8 @@
 Up to 3 x 3 the inverse is a closed form: cofactors over the determinant. Larger systems are
 factorised as LAPACK's ``getrf`` does it (Golub and Van Loan, Matrix Computations, 4th edition,
 algorithm 3.4.1: Gaussian elimination with partial pivoting). Up to 8 x 8 that is straight-line code
-for all entries; beyond, every step of the elimination is some ten statements over the rows and
-columns that remain, whatever their number. Pivots are found by compares and selects, and rows
+for all entries; beyond, every step of the elimination is a few statements over the rows and columns
+that remain, whatever their number. Pivots are found by compares and selects, and rows
 exchanged by selects, so that lowering needs nothing special and nothing can hang. The inverse of a
 singular matrix has inf or nan entries.
 
@@ -313,7 +313,7 @@ def inverse(matrix: Source, batch: Sequence[Dim] = ()) -> tuple[list[Compute], T
 
     def near(index: Expr, step: int) -> Expr:
         """Index ``step`` further, cyclically."""
-        return Op("rem", Op("add", index, Scalar(step, INDEX)), Scalar(n, INDEX))
+        return _remainder(Op("add", index, Scalar(step, INDEX)), n)
 
     def entry(i: Expr, j: Expr) -> Expr:
         return make.load(matrix, i, j)
@@ -579,7 +579,7 @@ class _Maker:
         n = matrix.shape[-1]
         width = prod(dim.extent for dim in columns)
         row, column = Dim("r", n), Dim("c", n + width)
-        # the remainders keep the indices within what there is
+        # columns below n are the matrix's; the remainders keep indices within what there is
         left = self.load(matrix, IndexOf(row), _remainder(IndexOf(column), n))
         number = Op("add", IndexOf(column), Scalar(-n % width, INDEX))
         right = side(IndexOf(row), _unflattened(_remainder(number, width), columns))

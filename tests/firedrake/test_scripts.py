@@ -83,10 +83,15 @@ def same_numbers(expected: str, found: str) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def package() -> Path:
+    """Where Firedrake is installed."""
+    found: Any = importlib.util.find_spec("firedrake")
+    return Path(found.origin).parent
+
+
 def test_tests_that_come_with_firedrake(tmp_path: Path) -> None:
     """Some of those that ``firedrake-check`` runs, each loop on both engines and compared."""
-    found: Any = importlib.util.find_spec("firedrake")
-    folder = Path(found.origin).parent / "_check" / "tests" / "firedrake" / "regression"
+    folder = package() / "_check" / "tests" / "firedrake" / "regression"
     if not folder.exists():
         pytest.skip(f"this Firedrake brings no tests ({folder})")
     (tmp_path / "check.py").write_text(
@@ -109,8 +114,7 @@ def demos() -> Path:
     named = os.environ.get("FIREDRAKE_DEMOS")
     if named is not None:
         return Path(named)
-    found: Any = importlib.util.find_spec("firedrake")
-    return Path(found.origin).parents[1] / "demos"
+    return package().parent / "demos"
 
 
 def code_of(demo: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xdsl.context import Context
@@ -60,26 +61,36 @@ def _refuse_calls(function: func.FuncOp) -> None:
             )
 
 
-def _too_wide(type_: TensorType[Attribute]) -> bool:
-    """Whether IREE cannot fill a buffer with one value of a tensor: it has patterns of 8 bytes."""
-    return type_.element_type == ComplexType(f64)
+def _can_pass(type_: Attribute) -> bool:
+    """Whether a constant can be an operand of the scatter.
+
+    IREE fills the buffer of a tensor that is one number all over, with patterns of up to 8 bytes.
+    """
+    return isinstance(type_, TensorType) and type_.element_type != ComplexType(f64)
 
 
-def _made_of_constants(value: SSAValue) -> list[Operation] | None:
-    """All operations that a value is made by, in order; None where it depends on anything else."""
-    made = value.owner
-    if not isinstance(made, Operation):
-        return None
-    found: list[Operation] = []
-    for inner in made.walk():
-        for operand in inner.operands:
-            owner = operand.owner
-            if not made.is_ancestor(owner):
-                parts = _made_of_constants(operand)
-                if parts is None:
-                    return None
-                found += parts
-    return [*found, made]
+def _outside(op: Operation) -> set[Operation | Block]:
+    """What makes the values that an operation, its regions included, takes from outside."""
+    owners = {operand.owner for inner in op.walk() for operand in inner.operands}
+    return {owner for owner in owners if not op.is_ancestor(owner)}
+
+
+def _made_of_constants(block: Block) -> set[Operation]:
+    """The operations of a block that depend on no argument."""
+    found: set[Operation] = set()
+    for op in block.ops:
+        if _outside(op) <= found:
+            found.add(op)
+    return found
+
+
+def _with_sources(block: Block, wanted: Iterable[Operation]) -> list[Operation]:
+    """Operations of a block and all those that they depend on, in order."""
+    needed = set(wanted)
+    for op in reversed(list(block.ops)):
+        if op in needed:
+            needed |= {owner for owner in _outside(op) if isinstance(owner, Operation)}
+    return [op for op in block.ops if op in needed]
 
 
 def _outline(function: func.FuncOp) -> func.FuncOp | None:
@@ -97,21 +108,18 @@ def _outline(function: func.FuncOp) -> func.FuncOp | None:
     inside |= {
         a for o in loop.walk() for region in o.regions for b in region.blocks for a in b.args
     }
+    known = _made_of_constants(block)
     captured: list[SSAValue] = []
-    constants: list[Operation] = []
+    constants: set[Operation] = set()
     for inner in loop.walk():
         for value in inner.operands:
             if value in inside or value in loop.iter_args:
                 continue
             owner = value.owner
-            if isinstance(value.type, TensorType):
-                known = _made_of_constants(value) if _too_wide(value.type) else None
-                if known is not None:
-                    constants += known
-                elif value not in captured:
-                    captured.append(value)
-            elif isinstance(owner, arith.ConstantOp):
-                constants.append(owner)
+            if isinstance(owner, Operation) and owner in known and not _can_pass(value.type):
+                constants.add(owner)
+            elif isinstance(value.type, TensorType) and value not in captured:
+                captured.append(value)
     carried = list(loop.iter_args)
     arguments = [start, stop, *captured, *carried]
 
@@ -120,7 +128,7 @@ def _outline(function: func.FuncOp) -> func.FuncOp | None:
     first, last, origin = (e.to_index(argument) for argument in body.args[:3])
     mapping: dict[SSAValue, SSAValue] = dict(zip(arguments[2:], body.args[3:], strict=True))
     mapping[casts[0].result] = origin
-    for constant in dict.fromkeys(constants):
+    for constant in _with_sources(block, constants):
         e.builder.insert(constant.clone(mapping))
     mapping[loop.lb] = e.index(e.sub(first, origin))
     mapping[count.result] = e.index(e.sub(last, origin))
