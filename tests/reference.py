@@ -114,6 +114,18 @@ def _evaluate(root: Expr, axes: dict[Dim, int], values: Mapping[Source, Array]) 
     return known[root]
 
 
+def _solve(
+    body: Op, axes: dict[Dim, int], full: tuple[int, ...], values: Mapping[Source, Array]
+) -> Array:
+    """By LAPACK; the last axis of ``full`` numbers the equations."""
+    matrix, side, unknown = body.children
+    axis = axes[unknown.dim]
+    a, b = (np.broadcast_to(_evaluate(part, axes, values), full) for part in (matrix, side))
+    # [..., equation, unknown] and [..., equation]: the right-hand side is of no unknown
+    a, b = np.moveaxis(a, axis, -1), b.take(0, axis)
+    return np.moveaxis(np.linalg.solve(a, b[..., None])[..., 0], -1, axis)
+
+
 def evaluate_kernel(kernel: LocalKernel, packs: Sequence[Array]) -> dict[KernelArgument, Array]:
     """Run ``kernel`` on many cells at once.
 
@@ -143,12 +155,15 @@ def evaluate_kernel(kernel: LocalKernel, packs: Sequence[Array]) -> dict[KernelA
             axes = {dim: axis + 1 for axis, dim in enumerate(dims)}
             full = (cells, *(dim.extent for dim in dims))
             over = tuple(range(1 + len(statement.dims), 1 + len(dims)))
-            results = [
-                np.broadcast_to(_evaluate(body, axes, values), full) for body in statement.bodies
-            ]
+            results = []
+            for body in statement.bodies:
+                if isinstance(body, Op) and body.name == "solve":
+                    results.append(_solve(body, axes, full, values))
+                else:
+                    value = np.broadcast_to(_evaluate(body, axes, values), full)
+                    results.append(value.sum(axis=over) if over else value)
             for result, value in zip(statement.results, results, strict=True):
-                summed = value.sum(axis=over) if over else value
-                values[result] = summed.astype(result.dtype)
+                values[result] = value.astype(result.dtype)
     changed: dict[KernelArgument, Array] = {}
     for output in kernel.outputs:
         argument = output.argument

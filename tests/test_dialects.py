@@ -417,3 +417,27 @@ def test_a_tied_result_has_the_type_of_its_argument():
     op.properties["tied_operands"] = func.ArrayAttr([IntegerAttr(0, index)])
     with pytest.raises(VerifyException, match="differ in type"):
         op.verify()
+
+
+@pytest.mark.parametrize(
+    ("matrix", "side", "message"),
+    [
+        ("memref<9x8xf64>", "memref<9xf64>", "no batch of square matrices"),
+        ("memref<9xf64>", "memref<9xf64>", "no batch of square matrices"),
+        ("memref<9x9x2x2xf64>", "memref<9x2xf64>", "no batch of square matrices"),
+        ("memref<9x9x2xf64>", "memref<8x2xf64>", "does not fit"),
+        ("memref<9x9x2xf64>", "memref<9x3xf64>", "does not fit"),
+        ("memref<9x9xf64>", "memref<9xf32>", "one type of floats"),
+        ("memref<9x9xi64>", "memref<9xi64>", "one type of floats"),
+        ("tensor<9x9xf64>", "tensor<9xf64>", "a result belongs to tensors"),
+    ],
+)
+def test_systems_that_are_none_are_refused(matrix, side, message):
+    text = f"""
+    func.func @k(%a: {matrix}, %b: {side}) {{
+      dense.solve %a, %b batch 0 : {matrix}, {side}
+      func.return
+    }}"""
+    module = Parser(iree_context(), text).parse_module()
+    with pytest.raises(VerifyException, match=message):
+        module.verify()

@@ -7,7 +7,7 @@ from builder import KernelBuilder, dims_of, entry
 from reference import run_parloop_reference
 
 from pyop3_mlir import engine
-from pyop3_mlir.kernels.program import Dim, IndexOf, Op, Scalar, Table
+from pyop3_mlir.kernels.program import Dim, IndexOf, Op, Scalar, Source, Table, Temporary
 from pyop3_mlir.lowering.pipeline import lower
 from pyop3_mlir.lowering.schedule import Schedule
 from pyop3_mlir.lowering.strips import BUDGET, Nest, bytes_of_temporaries, find_strip
@@ -146,3 +146,54 @@ def test_results_that_are_kept_for_every_point():
 
 def test_results_of_single_cells():
     check(BUDGET // 8, False, Schedule(width=1))
+
+
+def many_points_and_a_system(points: int) -> Parloop:
+    """A matrix and its right-hand sides from sums over points, and the solution at other points."""
+    n, cells = 8, 21
+    random = np.random.default_rng(0)
+    builder = KernelBuilder("many_points_and_a_system")
+    result, nodes = builder.argument(n), builder.argument(n)
+    table = Table(random.standard_normal((points, n)))
+
+    def at_points(source: Source) -> Temporary:
+        (q, i) = dims_of((points, n))
+        value = builder.compute([q], Op("mul", entry(table, q, i), entry(source, i)), over=[i])
+        (q,) = dims_of((points,))
+        return builder.compute([q], Op("mul", entry(value, q), entry(value, q)))
+
+    def sums(square: Temporary, *axes: Dim) -> Temporary:
+        (q,) = dims_of((points,))
+        body = entry(square, q)
+        for axis in axes:
+            body = Op("mul", entry(table, q, axis), body)
+        return builder.compute(axes, body, over=[q])
+
+    square = at_points(nodes)
+    matrix, side = sums(square, *dims_of((n, n))), sums(square, *dims_of((n,)))
+    (e, u) = dims_of((n, n))
+    body = Op("solve", entry(matrix, e, u), entry(side, e), IndexOf(u), dtype=np.dtype(float))
+    solution = builder.compute([u], body, over=[e])
+    builder.output(result, sums(at_points(solution), *dims_of((n,))))
+    kernel = builder.kernel()
+    statistics = bytes_of_temporaries(kernel, 4)
+    # the matrix and what the elimination leaves of it, both for each cell, are never in strips
+    assert 2 * n * n * 8 * 4 < statistics < 4 * points * 16
+    table_ = IndexTable(random.integers(0, 40, (cells, n), dtype=np.int32), 40)
+    buffer = random.standard_normal(40)
+    arguments = [
+        Argument(np.zeros(40), INC, Kind.INDIRECT, table_),
+        Argument(buffer, READ, Kind.INDIRECT, table_),
+    ]
+    return Parloop(kernel, IterationSet(cells), arguments)
+
+
+def test_strips_end_before_a_system_and_begin_anew_after_it():
+    ours, theirs = many_points_and_a_system(8192), many_points_and_a_system(8192)
+    schedule = Schedule(width=4)
+    # one loop over strips on each side, with one view of the table
+    assert lower(ours.kernel, ours.spec, schedule).count("memref.subview") == 2
+    engine.compile(ours, "cpu", schedule)()
+    run_parloop_reference(theirs)
+    found, expected = ours.arguments[0].buffer, theirs.arguments[0].buffer
+    assert np.linalg.norm(found - expected) < 1e-12 * np.linalg.norm(expected)

@@ -906,7 +906,7 @@ class Builder:
         """Whether a temporary for ``node`` would be no gain, or not allowed."""
         if not isinstance(node, Op):
             return True
-        if node.dtype == INDEX or node.dtype.kind == "b":
+        if node.dtype == INDEX or node.dtype.kind == "b" or node.name == "solve":
             return True
         return node.name == "cast" and not isinstance(node.children[0], Op)
 

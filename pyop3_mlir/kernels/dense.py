@@ -2,11 +2,12 @@
 
 Up to 3 x 3 the inverse is a closed form: cofactors over the determinant. Larger systems are
 factorised as LAPACK's ``getrf`` does it (Golub and Van Loan, Matrix Computations, 4th edition,
-algorithm 3.4.1: Gaussian elimination with partial pivoting). Up to 8 x 8 that is straight-line code
-for all entries; beyond, every step of the elimination is a few statements over the rows and columns
-that remain, whatever their number. Pivots are found by compares and selects, and rows
-exchanged by selects, so that lowering needs nothing special and nothing can hang. The inverse of a
-singular matrix has inf or nan entries.
+algorithm 3.4.1: Gaussian elimination with partial pivoting). Small ones are straight-line code for
+all entries, with rows exchanged by selects; beyond, it is one statement with a body ``solve``,
+which becomes loops. Where batching has no such loops (``flat``), :func:`eliminated` writes it as
+sums: straight-line code up to 8 x 8, then a few statements for every step of the elimination, over
+the rows and columns that remain. The inverse of a singular matrix has inf or nan entries, and
+nothing can hang.
 
 Two forms: the ``*_entries`` functions map scalar expressions to scalar expressions;
 :func:`determinant`, :func:`inverse` and :func:`solve` read whole sources and give statements.
@@ -15,7 +16,7 @@ Two forms: the ``*_entries`` functions map scalar expressions to scalar expressi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -30,17 +31,21 @@ from pyop3_mlir.kernels.program import (
     Expr,
     IndexOf,
     Load,
+    LocalKernel,
     Op,
     Scalar,
     Source,
+    System,
     Temporary,
 )
 
 __all__ = [
     "CLOSED_FORM",
+    "STRAIGHT",
     "UNROLLED",
     "determinant",
     "determinant_entries",
+    "eliminated",
     "inverse",
     "inverse_entries",
     "solve",
@@ -50,8 +55,11 @@ __all__ = [
 CLOSED_FORM = 3
 """The largest size for which the inverse is a closed form."""
 
+STRAIGHT = 6
+"""The largest size for which straight-line code is faster than loops."""
+
 UNROLLED = 8
-"""The largest size for which the elimination is written out entry by entry."""
+"""The largest size for which the elimination is written out where there are no loops."""
 
 Entries = npt.NDArray[np.object_]
 MakeOp = Callable[..., Expr]
@@ -291,16 +299,16 @@ def inverse(matrix: Source, batch: Sequence[Dim] = ()) -> tuple[list[Compute], T
     if n > CLOSED_FORM:
         column = Dim("j", n)
         one, zero = Scalar(1, matrix.dtype), Scalar(0, matrix.dtype)
-        if n <= UNROLLED:
+        if n <= STRAIGHT:
             unit = [
                 Op("select", _equal(IndexOf(column), Scalar(k, INDEX)), one, zero) for k in range(n)
             ]
             return make.statements, make.solve_unrolled(matrix, unit, (column,))
 
-        def identity(r: Expr, across: Sequence[Expr]) -> Expr:
-            return Op("select", _equal(r, across[0]), one, zero)
+        def identity(equation: Expr) -> Expr:
+            return Op("select", _equal(equation, IndexOf(column)), one, zero)
 
-        return make.statements, make.solve_large(matrix, identity, (column,))
+        return make.statements, make.solve(matrix, identity, (column,))
     row, column = Dim("r", n), Dim("c", n)
     r, c = IndexOf(row), IndexOf(column)
     if n == 0:
@@ -360,15 +368,15 @@ def solve(
             f"{matrix.name} ({matrix.dtype}{list(matrix.shape)})"
         )
     columns = tuple(Dim("j", extent) for extent in rhs.shape[lead + 1 :])
+    across = [IndexOf(dim) for dim in columns]
     if not prod(rhs.shape):
         nothing = make.define("x", (Dim("r", n), *columns), Scalar(0, rhs.dtype))
         return make.statements, nothing
-    if n > UNROLLED:
-        return make.statements, make.solve_large(
-            matrix, lambda row, across: make.load(rhs, row, *across), columns
+    if n > STRAIGHT:
+        return make.statements, make.solve(
+            matrix, lambda equation: make.load(rhs, equation, *across), columns
         )
     if n > CLOSED_FORM:
-        across = [IndexOf(dim) for dim in columns]
         sides = [make.load(rhs, Scalar(k, INDEX), *across) for k in range(n)]
         return make.statements, make.solve_unrolled(matrix, sides, columns)
     statements, inverted = inverse(matrix, make.batch)
@@ -380,6 +388,39 @@ def solve(
         make.load(rhs, IndexOf(inner), *map(IndexOf, columns)),
     )
     return make.statements, make.define("x", (row, *columns), value, (inner,))
+
+
+def eliminated(kernel: LocalKernel) -> LocalKernel:
+    """The kernel with statements of sums alone, where it has bodies ``solve``."""
+    statements: list[Compute] = []
+    for statement in kernel.statements:
+        sums = []
+        for result, body in zip(statement.results, statement.bodies, strict=True):
+            system = System.of(statement, body)
+            if system is None:
+                sums.append((result, body))
+            else:
+                statements += _elimination(statement.dims, system, result)
+        if len(sums) == len(statement.results):
+            statements.append(statement)
+        elif sums:
+            results, bodies = zip(*sums, strict=True)
+            statements.append(replace(statement, results=results, bodies=bodies))
+    return replace(kernel, statements=tuple(statements))
+
+
+def _elimination(dims: tuple[Dim, ...], system: System, result: Temporary) -> list[Compute]:
+    make = _Maker(system.batch, result.dtype)
+    matrix = make.define("a", (system.equation, system.unknown), system.matrix)
+    side = make.define("b", (system.equation, *system.columns), system.side)
+    across = [IndexOf(dim) for dim in system.columns]
+    if system.unknown.extent <= UNROLLED:
+        rows = [make.load(side, Scalar(k, INDEX), *across) for k in range(system.unknown.extent)]
+        found = make.solve_unrolled(matrix, rows, system.columns)
+    else:
+        found = make.solve_large(matrix, side, system.columns)
+    entry = make.load(found, IndexOf(system.unknown), *across)
+    return [*make.statements, Compute((result,), dims, (), (entry,))]
 
 
 @dataclass(frozen=True)
@@ -572,17 +613,24 @@ class _Maker:
     def _loaded(self, sources: Sequence[Source], row: Expr) -> tuple[Expr, ...]:
         return tuple(self.load(source, row) for source in sources)
 
-    def solve_large(
-        self, matrix: Source, side: Callable[[Expr, Sequence[Expr]], Expr], columns: Sequence[Dim]
+    def solve(
+        self, matrix: Source, side: Callable[[Expr], Expr], columns: Sequence[Dim]
     ) -> Temporary:
-        """Solve for right-hand sides, of which ``side`` gives an entry by row and columns."""
+        """One statement; ``side`` gives an entry of the right-hand sides by its equation."""
+        equation, unknown = (Dim(name, matrix.shape[-1]) for name in "er")
+        e, u = IndexOf(equation), IndexOf(unknown)
+        body = Op("solve", self.load(matrix, e, u), side(e), u, dtype=self.dtype)
+        return self.define("x", (unknown, *columns), body, (equation,))
+
+    def solve_large(self, matrix: Source, side: Source, columns: Sequence[Dim]) -> Temporary:
+        """Several statements for each step of the elimination."""
         n = matrix.shape[-1]
         width = prod(dim.extent for dim in columns)
         row, column = Dim("r", n), Dim("c", n + width)
         # columns below n are the matrix's; the remainders keep indices within what there is
         left = self.load(matrix, IndexOf(row), _remainder(IndexOf(column), n))
         number = Op("add", IndexOf(column), Scalar(-n % width, INDEX))
-        right = side(IndexOf(row), _unflattened(_remainder(number, width), columns))
+        right = self.load(side, IndexOf(row), *_unflattened(_remainder(number, width), columns))
         inside = Op("lt", IndexOf(column), Scalar(n, INDEX))
         both = self.define("ab", (row, column), Op("select", inside, left, right))
         return self._substitute_back(self.eliminate(both), columns)

@@ -38,6 +38,7 @@ __all__ = [
     "Output",
     "Scalar",
     "Source",
+    "System",
     "Table",
     "Temporary",
     "postorder",
@@ -62,6 +63,8 @@ OPERATIONS: dict[str, int] = {
     "asin": 1, "acos": 1, "atan": 1, "atan2": 2, "erf": 1,
     # bessel_x(order, argument); the order is a Scalar of integer dtype
     "bessel_j": 2, "bessel_y": 2, "bessel_i": 2, "bessel_k": 2,
+    # the whole body of a statement, see Compute
+    "solve": 3,
 }  # fmt: skip
 """Names of the scalar operations and their number of operands."""
 
@@ -385,6 +388,10 @@ def rebuild(root: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
 class Compute:
     """``results[k][dims] = sum over reductions of bodies[k]``, for all k in one loop nest.
 
+    A body ``solve(a, b, u)``, with one reduction e and one dimension u of the same extent, is no
+    summand: the result is what solves the systems ``sum over u of a result = b`` of equations e. In
+    ``a`` are no dimensions but e, u and those that number the systems.
+
     Attributes
     ----------
     results
@@ -401,6 +408,51 @@ class Compute:
     dims: tuple[Dim, ...]
     reductions: tuple[Dim, ...]
     bodies: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class System:
+    """What a body ``solve(a, b, u)`` of a statement says.
+
+    Attributes
+    ----------
+    batch
+        Dimensions that number the systems.
+    equation, unknown
+        Dimensions of their matrices, of the same extent.
+    columns
+        Dimensions that number the right-hand sides.
+    matrix, side
+        Entries of the matrix, over ``(*batch, equation, unknown)``, and of the right-hand sides,
+        over ``(*batch, equation, *columns)``.
+    """
+
+    batch: tuple[Dim, ...]
+    equation: Dim
+    unknown: Dim
+    columns: tuple[Dim, ...]
+    matrix: Expr
+    side: Expr
+
+    @classmethod
+    def of(cls, statement: Compute, body: Expr) -> Self | None:
+        """The system that one of a statement's bodies stands for; None where it is a summand."""
+        if not isinstance(body, Op) or body.name != "solve":
+            return None
+        matrix, side, index = body.children
+        assert isinstance(index, IndexOf)
+        (equation,) = statement.reductions
+        own = {node.dim for node in postorder([matrix]) if isinstance(node, IndexOf)}
+        others = [dim for dim in statement.dims if dim is not index.dim]
+        batch = tuple(dim for dim in others if dim in own)
+        columns = tuple(dim for dim in others if dim not in own)
+        return cls(batch, equation, index.dim, columns, matrix, side)
+
+    def count_flops(self) -> int:
+        """Operations of an elimination, and of putting in the right-hand sides."""
+        n = self.equation.extent
+        columns = math.prod(dim.extent for dim in self.columns)
+        return math.prod(dim.extent for dim in self.batch) * (2 * n**3 // 3 + 2 * n**2 * columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,16 +528,18 @@ class LocalKernel:
         """Floating point operations of one cell: every non-index Op once an iteration."""
         total = 0
         for statement in self.statements:
+            systems = [System.of(statement, body) for body in statement.bodies]
+            total += sum(system.count_flops() for system in systems if system is not None)
             points = math.prod(d.extent for d in statement.dims + statement.reductions)
             ops = sum(
                 1
                 for node in postorder(statement.bodies)
                 if isinstance(node, Op)
                 and node.dtype.kind in "fc"
-                and node.name not in ("cast", "select", "real", "imag", "conj")
+                and node.name not in ("cast", "select", "real", "imag", "conj", "solve")
             )
             if statement.reductions:
-                ops += len(statement.results)
+                ops += systems.count(None)
             total += points * ops
         return total
 

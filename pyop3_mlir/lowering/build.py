@@ -2,9 +2,10 @@
 
 The function, of linalg, tensor, arith, math and scf, has the operands of :func:`operand_types` and
 works on all cells at once: every value is a tensor with the cell as its last dimension, a
-:class:`~pyop3_mlir.kernels.program.Compute` is one ``linalg.generic`` over ``[dims..., cell]``, a
-gather is one whose body extracts from a buffer at an index read from a table, and the scatter is a
-sequential loop over the cells. The passes in ``lowering/passes`` turn it into what runs.
+:class:`~pyop3_mlir.kernels.program.Compute` is one ``linalg.generic`` over ``[dims..., cell]`` (a
+body ``solve`` is one ``dense.solve``), a gather is one whose body extracts from a buffer at an
+index read from a table, and the scatter is a sequential loop over the cells. The passes in
+``lowering/passes`` turn it into what runs.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ from pyop3_mlir.kernels.program import (
     Output,
     Scalar,
     Source,
+    System,
     Table,
     Temporary,
     postorder,
 )
+from pyop3_mlir.lowering.dialects.dense import SolveOp
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import (
     CONTRACT,
@@ -174,7 +177,9 @@ def _reduced_parts(statement: Compute) -> list[Compute]:
         return [statement]
     used: dict[Expr, frozenset[Dim]] = {}
     for node in postorder(statement.bodies):
-        own = {node.dim} if isinstance(node, IndexOf) else ()
+        own: Sequence[Dim] = (node.dim,) if isinstance(node, IndexOf) else ()
+        if isinstance(node, Op) and node.name == "solve":
+            own = statement.reductions
         used[node] = frozenset(own).union(*(used[child] for child in node.children))
     parts: dict[tuple[Dim, ...], list[tuple[Temporary, Expr]]] = {}
     for result, body in zip(statement.results, statement.bodies, strict=True):
@@ -366,19 +371,61 @@ class _Builder:
         return self.values[source]
 
     def _compute(self, statement: Compute) -> None:
-        """One linalg.generic with a result for each body that is not a constant."""
+        """One linalg.generic with a result for each body that is not a constant or a system."""
         if not statement.reductions:
             statement = self._constants(statement)
-            if not statement.results:
-                return
+        statement = self._systems(statement)
+        if statement.results:
+            loads = self._loads(statement.bodies)
+            self._emit(statement, loads, any(self.varying[load.source] for load in loads))
+
+    def _loads(self, bodies: Sequence[Expr]) -> list[Load]:
+        """What bodies load that is no constant; its tensors exist from now on."""
         loads = [
             node
-            for node in postorder(statement.bodies)
+            for node in postorder(bodies)
             if isinstance(node, Load) and node.source not in self.scalars
         ]
         for load in loads:
             self._source(load.source)
+        return loads
+
+    def _systems(self, statement: Compute) -> Compute:
+        """Solve the systems; what is left of the statement."""
+        left = []
+        for result, body in zip(statement.results, statement.bodies, strict=True):
+            system = System.of(statement, body)
+            if system is None:
+                left.append((result, body))
+            else:
+                self._solve(statement.dims, system, result)
+        return replace(
+            statement, results=tuple(r for r, _ in left), bodies=tuple(b for _, b in left)
+        )
+
+    def _solve(self, dims: tuple[Dim, ...], system: System, result: Temporary) -> None:
+        """One dense.solve, on copies that it may use up."""
+        loads = self._loads([system.matrix, system.side])
         varying = any(self.varying[load.source] for load in loads)
+
+        def copy(name: str, own: tuple[Dim, ...], body: Expr) -> SSAValue:
+            copied = Temporary(name, tuple(dim.extent for dim in own), result.dtype)
+            self._emit(Compute((copied,), own, (), (body,)), self._loads([body]), varying)
+            return self.values[copied]
+
+        matrix = copy("a", (*system.batch, system.equation, system.unknown), system.matrix)
+        side = copy("b", (*system.batch, system.equation, *system.columns), system.side)
+        found = (*system.batch, system.unknown, *system.columns)
+        value = self.e.insert(SolveOp(matrix, side, len(system.batch), side.type))
+        solution = Temporary("x", tuple(dim.extent for dim in found), result.dtype)
+        for temporary in (solution, result):
+            self.values[temporary], self.varying[temporary] = value, varying
+        if found != dims:
+            entry = Load(solution, [IndexOf(dim) for dim in found])
+            self._compute(Compute((result,), dims, (), (entry,)))
+
+    def _emit(self, statement: Compute, loads: Sequence[Load], varying: bool) -> None:
+        """One linalg.generic; ``varying`` is whether its results have a cell."""
         dims = statement.dims + statement.reductions
         number = {dim: d for d, dim in enumerate(dims)}
         rank = len(dims) + varying

@@ -11,13 +11,17 @@ stage                 made by                                         dialects
 ``unroll-loops``      :class:`UnrollLoopsPass`                        linalg, memref, scf, arith
 ``strip-mine``        :class:`StripMinePass`                          the same, and memref.subview
 ``vectorise``         :class:`VectorisePass`                          vector, memref, scf, arith
+``eliminate``         :class:`EliminatePass`                          the same
 ``unroll-scatter``    :class:`UnrollScatterPass`                      the same
 ``delay-scatter``     :class:`DelayScatterPass` (one thread)          the same
 ``call-libm``         :class:`CallLibmPass`                           the same
 ``outline-dispatch``  :class:`OutlineDispatchPass`                    these, hal, flow
 ====================  ==============================================  ==========================
 
-Everything before ``outline-dispatch`` is upstream MLIR. With flat batching only the scatter takes
+Everything before ``outline-dispatch`` is upstream MLIR, but for ``dense.solve``, which is there
+from the tensor stage to ``eliminate`` where a kernel solves systems too large for straight code.
+With flat batching these are statements already, see
+:func:`~pyop3_mlir.kernels.dense.eliminated`. With flat batching only the scatter takes
 the way through memrefs; the rest stays on tensors, and IREE makes its own dispatches of it.
 """
 
@@ -30,6 +34,7 @@ from collections.abc import Callable, Iterator
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
+from pyop3_mlir.kernels.dense import eliminated
 from pyop3_mlir.kernels.program import LocalKernel
 from pyop3_mlir.lowering.build import build_module
 from pyop3_mlir.lowering.dialects import iree_context, print_module
@@ -38,6 +43,7 @@ from pyop3_mlir.lowering.passes.block_cells import BlockCellsPass
 from pyop3_mlir.lowering.passes.bufferise import BufferisePass
 from pyop3_mlir.lowering.passes.call_libm import CallLibmPass
 from pyop3_mlir.lowering.passes.delay_scatter import DelayScatterPass
+from pyop3_mlir.lowering.passes.eliminate import EliminatePass
 from pyop3_mlir.lowering.passes.outline_dispatch import OutlineDispatchPass
 from pyop3_mlir.lowering.passes.outline_scatter import OutlineScatterPass
 from pyop3_mlir.lowering.passes.place_on_gpu import PlaceOnGpuPass
@@ -84,6 +90,7 @@ def passes(schedule: Schedule, threads: int = 1, kind: str = "cpu") -> list[Modu
         StackResultsPass(schedule.tile),
         StripMinePass(),
         VectorisePass(schedule.tile, schedule.unroll),
+        EliminatePass(),
         UnrollScatterPass(schedule.width, limit=64 + 5 * schedule.unroll),
         *([] if shared else [DelayScatterPass(schedule.width)]),
         CallLibmPass(),
@@ -104,6 +111,7 @@ def _gpu_passes(schedule: Schedule, kind: str) -> list[ModulePass]:
         BufferisePass(),
         UnrollLoopsPass(4 * schedule.unroll),
         VectorisePass(schedule.tile, schedule.unroll),
+        EliminatePass(),
         *([AtomicScatterPass()] if atomic else []),
         PlaceOnGpuPass(kind),
         OutlineDispatchPass(chunk=0 if one else 1, threads=1 if one else schedule.workgroup),
@@ -124,6 +132,8 @@ def stages(
     ``verify`` checks each stage, which takes as long as making it.
     """
     context = iree_context()
+    if schedule.batching == "flat":
+        kernel = eliminated(kernel)
     module = build_module(kernel, spec, schedule.strategy == "segmented")
     if verify:
         module.verify()

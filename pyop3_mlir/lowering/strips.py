@@ -8,6 +8,7 @@ a strip of each value has to be kept. In the words of compilers: strip mining, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from pyop3_mlir.kernels.program import (
     KernelArgument,
     Load,
     LocalKernel,
+    System,
     postorder,
 )
 
@@ -202,13 +204,35 @@ def _strip(
 
 def bytes_of_temporaries(kernel: LocalKernel, width: int) -> int:
     """Bytes of the temporaries of a block of ``width`` cells, with strips where they help."""
-    nests = [_nest(statement) for statement in kernel.statements]
+    total = 0
+    # no strip goes across the solution of systems, which needs a copy of their matrices
+    parts: list[list[Compute]] = [[]]
+    for statement in kernel.statements:
+        systems = [System.of(statement, body) for body in statement.bodies]
+        if not any(systems):
+            parts[-1].append(statement)
+            continue
+        parts += [[statement], []]
+        for system, result in zip(systems, statement.results, strict=True):
+            if system is not None:
+                dims = *system.batch, system.equation, system.unknown
+                total += math.prod(dim.extent for dim in dims) * result.dtype.itemsize * width
+    of = {result: k for k, part in enumerate(parts) for s in part for result in s.results}
+    kept: set[Hashable] = {output.value for output in kernel.outputs}
+    for number, part in enumerate(parts):
+        read = (source for s in part for source, _ in _nest(s).reads)
+        kept.update(source for source in read if of.get(source, number) != number)  # type: ignore[call-overload]
+    return total + sum(_bytes_of_part(part, kept, width) for part in parts)
+
+
+def _bytes_of_part(statements: Sequence[Compute], kept: set[Hashable], width: int) -> int:
+    nests = [_nest(statement) for statement in statements]
     sizes: dict[Hashable, int] = {
         result: result.size * result.dtype.itemsize * width
-        for statement in kernel.statements
+        for statement in statements
         for result in statement.results
     }
-    kept: set[Hashable] = {output.value for output in kernel.outputs}
+    kept = set(kept)
     total = 0
     while (strip := find_strip(nests, sizes, kept)) is not None:
         for n in strip.dims:

@@ -1,4 +1,4 @@
-"""IREE's dialects, as far as they are used, and what xDSL's own lack of MLIR's.
+"""IREE's dialects, as far as they are used, what xDSL's own lack of MLIR's, and ``dense``.
 
 :func:`iree_context` is the context to parse and verify with; :func:`print_module` prints what
 ``iree-compile`` reads.
@@ -23,6 +23,7 @@ from xdsl.ir import Operation
 
 from pyop3_mlir.lowering.dialects.arith import Arith
 from pyop3_mlir.lowering.dialects.codegen import IREECPU, IREEGPU, IREECodegen
+from pyop3_mlir.lowering.dialects.dense import Dense
 from pyop3_mlir.lowering.dialects.flow import Flow
 from pyop3_mlir.lowering.dialects.gpu import GPU
 from pyop3_mlir.lowering.dialects.hal import HAL
@@ -36,8 +37,8 @@ from pyop3_mlir.lowering.dialects.vector import Vector
 __all__ = ["iree_context", "print_module"]
 
 DIALECTS = (
-    Affine, Arith, Bufferization, Builtin, Cf, Complex, Flow, Func, GPU, HAL, IREECPU, IREECodegen,
-    IREEGPU, LLVM, Linalg, Math, MemRef, SPIRV, Scf, Tensor,
+    Affine, Arith, Bufferization, Builtin, Cf, Complex, Dense, Flow, Func, GPU, HAL, IREECPU,
+    IREECodegen, IREEGPU, LLVM, Linalg, Math, MemRef, SPIRV, Scf, Tensor,
     Util, Vector,
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
+from pyop3_mlir.lowering.dialects.dense import SolveOp
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import Emitter
 
@@ -83,7 +84,7 @@ def _block(function: func.FuncOp, width: int) -> None:
         if isinstance(clone, EmptyOp):
             clone = EmptyOp([], _static(clone.tensor.type, width))
             mapping[op.results[0]] = clone.results[0]
-        elif isinstance(clone, GenericOp | FillOp):
+        elif isinstance(clone, GenericOp | FillOp | SolveOp):
             clone = _with_types(clone, [_static(r.type, width) for r in clone.results])
             mapping.update(zip(op.results, clone.results, strict=True))
         e.builder.insert(clone)

@@ -22,6 +22,7 @@ from xdsl.dialects.linalg.ops import GenericOp
 from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 from xdsl.passes import ModulePass
 
+from pyop3_mlir.lowering.dialects.dense import SolveOp
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import Emitter, functions_of
 
@@ -39,10 +40,11 @@ class BufferisePass(ModulePass):
     """Replace tensors by memrefs.
 
     Needs a ``@loop`` in which local tensors have static shapes, each is written by one operation
-    (``linalg.generic`` or ``linalg.fill``), and buffers flow through ``tensor.insert`` and loops in
-    a straight line, as ``block-cells`` leaves it. Leaves a function without results on memrefs:
-    local tensors are allocated on the stack at its entry, constants are globals, and
-    ``tensor.insert`` is a store into the operand.
+    (``linalg.generic`` or ``linalg.fill``), those that ``dense.solve`` uses up are used by nothing
+    else, and buffers flow through ``tensor.insert`` and loops in a straight line, as
+    ``block-cells`` leaves it. Leaves a function without results on memrefs: local tensors are
+    allocated on the stack at its entry, constants are globals, and ``tensor.insert`` is a store
+    into the operand.
     """
 
     name = "bufferise"
@@ -151,6 +153,9 @@ class _Bufferiser:
                 self.values[op.results[0]] = target
             case GenericOp():
                 self.generic(op, e)
+            case SolveOp() if op.result is not None:
+                side = self.values[op.result] = self.value(op.side)
+                e.insert(SolveOp(self.value(op.matrix), side, op.batch.value.data))
             case tensor.ExtractOp():
                 indices = [self.value(i) for i in op.indices]
                 load = memref.LoadOp.get(self.value(op.tensor), indices)

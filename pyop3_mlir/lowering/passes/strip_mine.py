@@ -24,6 +24,7 @@ from xdsl.ir.affine import AffineDimExpr
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint
 
+from pyop3_mlir.lowering.dialects.dense import SolveOp
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import Emitter, IndexLike
 from pyop3_mlir.lowering.strips import BUDGET, Access, Nest, Strip, find_strip
@@ -37,8 +38,9 @@ class StripMinePass(ModulePass):
 
     Needs ``linalg.generic`` on memrefs inside a loop over blocks of cells, as ``bufferise`` leaves
     it. Where the temporaries of a block take more than ``budget`` bytes, leaves an ``scf.for``
-    around those operations that :func:`~pyop3_mlir.lowering.strips.find_strip` names, with
-    ``memref.subview`` of what is kept whole and smaller buffers for what is not.
+    around those operations that :func:`~pyop3_mlir.lowering.strips.find_strip` names (none across a
+    ``dense.solve``), with ``memref.subview`` of what is kept whole and smaller buffers for what is
+    not.
     """
 
     name = "strip-mine"
@@ -64,18 +66,31 @@ class _StripMiner:
 
     def run(self) -> None:
         """Add loops as long as one helps."""
-        while True:
-            operations = [op for op in self.block.ops if self._is_nest(op)]
-            nests = [_nest(op) for op in operations]
-            written = [output for op in operations for output in op.outputs]
-            among = frozenset(operations)
-            kept: set[Hashable] = {
-                b for b in written if not all(_within(use.operation, among) for use in b.uses)
-            }
-            strip = find_strip(nests, {b: _bytes(b) for b in written}, kept, self.budget)
-            if strip is None:
-                return
+        while any(map(self._improve, self._parts())):
+            pass
+
+    def _parts(self) -> list[list[GenericOp]]:
+        """Operations that a loop may surround: systems are solved after all that stands before."""
+        parts: list[list[GenericOp]] = [[]]
+        for op in self.block.ops:
+            if isinstance(op, SolveOp):
+                parts.append([])
+            elif self._is_nest(op):
+                parts[-1].append(op)
+        return parts
+
+    def _improve(self, operations: Sequence[GenericOp]) -> bool:
+        """Add the loop that saves most memory; whether there is one."""
+        nests = [_nest(op) for op in operations]
+        written = [output for op in operations for output in op.outputs]
+        among = frozenset(operations)
+        kept: set[Hashable] = {
+            b for b in written if not all(_within(use.operation, among) for use in b.uses)
+        }
+        strip = find_strip(nests, {b: _bytes(b) for b in written}, kept, self.budget)
+        if strip is not None:
             self._rewrite(operations, strip)
+        return strip is not None
 
     def _is_nest(self, op: Operation) -> TypeGuard[GenericOp]:
         """Whether it computes on local memory alone: no gather."""

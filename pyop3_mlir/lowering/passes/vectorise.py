@@ -56,10 +56,6 @@ from pyop3_mlir.lowering.symmetry import Dense, Folded, factorise
 __all__ = ["VectorisePass"]
 
 
-LONG = 50
-"""Eliminations have more operations than this (ten a row and column), finite elements fewer."""
-
-
 @dataclass(frozen=True)
 class VectorisePass(ModulePass):
     """Turn every ``linalg`` operation into ``scf`` loops with scalar and vector bodies.
@@ -74,9 +70,6 @@ class VectorisePass(ModulePass):
     unroll
         Reduction loops are unrolled by this factor, and pointwise loop nests of at most four times
         as many points completely.
-
-    A function of more than :data:`LONG` operations is taken with one accumulator and no unrolling:
-    compiling would take long otherwise, and no cache would hold the code.
     """
 
     name = "vectorise"
@@ -89,12 +82,10 @@ class VectorisePass(ModulePass):
         for function in functions_of(op):
             if _on_memrefs(function):
                 constants = _Constants(op)
-                nests = [inner for inner in function.walk() if isinstance(inner, GenericOp)]
-                long = len(nests) > LONG
-                tile, unroll = (1, 1) if long else (self.tile, self.unroll)
                 entry = Emitter(InsertPoint.at_start(function.body.block))
+                nests = [inner for inner in function.walk() if isinstance(inner, GenericOp)]
                 for nest in nests:
-                    _Nest(nest, constants, tile, unroll, entry).lower()
+                    _Nest(nest, constants, self.tile, self.unroll, entry).lower()
                 for inner in list(function.walk()):
                     if isinstance(inner, FillOp):
                         _fill(inner, entry)
