@@ -114,7 +114,7 @@ def _evaluate(root: Expr, axes: dict[Dim, int], values: Mapping[Source, Array]) 
     return known[root]
 
 
-def _solve(
+def _solve_systems(
     body: Op, axes: dict[Dim, int], full: tuple[int, ...], values: Mapping[Source, Array]
 ) -> Array:
     """By LAPACK; the last axis of ``full`` numbers the equations."""
@@ -158,7 +158,7 @@ def evaluate_kernel(kernel: LocalKernel, packs: Sequence[Array]) -> dict[KernelA
             results = []
             for body in statement.bodies:
                 if isinstance(body, Op) and body.name == "solve":
-                    results.append(_solve(body, axes, full, values))
+                    results.append(_solve_systems(body, axes, full, values))
                 else:
                     value = np.broadcast_to(_evaluate(body, axes, values), full)
                     results.append(value.sum(axis=over) if over else value)
