@@ -464,6 +464,13 @@ def test_tiles_beyond_the_registers_are_pruned():
     assert all(s.width // 4 * s.tile <= 32 for s in found if s.batching == "blocked")
 
 
+def test_tiles_that_spill_come_last():
+    found = candidates(KernelStatistics.of(kernel()), AVX2, ["in_order"], ["blocked"])
+    spilling = [s.width // 4 * s.tile > 16 for s in found]
+    assert any(spilling)
+    assert spilling == sorted(spilling)
+
+
 def test_candidates_of_one_batching():
     found = candidates(KernelStatistics.of(kernel()), AVX2, ["in_order"], ["flat"])
     assert [s.batching for s in found] == ["flat"]

@@ -312,13 +312,17 @@ def _shapes(statistics: KernelStatistics, traits: DeviceTraits) -> list[tuple[in
     else:
         listed = _CONTRACTIONS
     lanes = max(traits.vector_bytes // statistics.scalar_bytes, 1)
-    shapes = []
+    fitting, spilling = [], []
     for wide, wanted, unroll in listed:
         width = max(1, wide * 8 // statistics.scalar_bytes)
         tile = min(wanted, statistics.accumulators)
-        # spilling a few accumulators can still pay, beyond that measured times double
-        if tile == 1 or -(-width // lanes) * tile <= 2 * traits.registers:
-            shapes.append((width, tile, unroll))
+        needed = -(-width // lanes) * tile
+        if tile == 1 or needed <= traits.registers:
+            fitting.append((width, tile, unroll))
+        elif needed <= 2 * traits.registers:
+            # spilling a few accumulators can still pay, beyond that measured times double
+            spilling.append((width, tile, unroll))
+    shapes = fitting + spilling
     # out of the second-level cache vectors still pay, as long as the stack holds a block
     for limit in (traits.l2_bytes, STACK_LIMIT):
         found = [shape for shape in shapes if shape[0] * statistics.bytes_per_cell <= limit]
