@@ -569,7 +569,7 @@ def _bind(
 ) -> BoundFunction:
     """Bind ``@loop`` to a loop's arrays: entities, tables, buffers, contributions, all flat."""
     tables = [] if entities is None else [entities]
-    tables += [table.values.reshape(-1) for table in parloop.tables]
+    tables += [array.reshape(-1) for array in parloop.index_arrays]
     buffers = [buffer.reshape(-1) for buffer in parloop.buffers]
     constant = range(len(tables))
     return executable.bind("loop", [*tables, *buffers, *contributions], constant)

@@ -236,12 +236,16 @@ class IndexTable:
         (that is how boundary conditions reach PETSc).
     name
         For messages.
+    group
+        So many consecutive entries lie near each other, as those of one row of a matrix do; a
+        divisor of the arity. See :attr:`compact`.
     """
 
     values: npt.NDArray[Any]
     bound: int
     allow_negative: bool = False
     name: str = "map"
+    group: int = 1
 
     def __post_init__(self) -> None:
         values = _integers(self.values, f"map {self.name}")
@@ -254,6 +258,12 @@ class IndexTable:
             raise InvalidLoopError(
                 f"map {self.name}: expected an array [entities, arity], got shape {values.shape}"
             )
+        group = _count(self.group, f"map {self.name}: group", LARGEST)
+        if not group or values.shape[1] % group:
+            raise InvalidLoopError(
+                f"map {self.name}: {values.shape[1]} entries of an entity are no groups of {group}"
+            )
+        object.__setattr__(self, "group", group)
         if values.size:
             low, high = int(values.min()), int(values.max())
             if high >= self.bound or (low < 0 and not self.allow_negative):
@@ -284,6 +294,15 @@ class IndexTable:
     def has_negative(self) -> bool:
         """Whether an entry is negative."""
         return bool(self.allow_negative and self.values.size and self.values.min() < 0)
+
+    @cached_property
+    def compact(self) -> Compact | None:
+        """The table in fewer bytes, where groups are long and their entries near enough.
+
+        A table of the entries of element matrices can be larger than what the loop adds to, and
+        such loops are bound by memory. Shorter groups save too little for the additions they cost.
+        """
+        return Compact.of(self.values, self.group) if self.group >= _LEAST_GROUP else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -327,6 +346,62 @@ class IndexTable:
     def plans(self) -> dict[Any, Any]:
         """Plans made from this table (colours, segments), kept as long as the table lives."""
         return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Compact:
+    """A table whose entries are offsets from the smallest one of their group.
+
+    Attributes
+    ----------
+    bases
+        ``[n, groups]`` of the table's own dtype.
+    offsets
+        ``uint8`` or ``uint16`` ``[n, arity]``; the largest number there is stands for a negative
+        entry.
+    """
+
+    bases: npt.NDArray[Any]
+    offsets: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any], group: int) -> Compact | None:
+        """The values ``[n, arity]`` in this form; None where entries are too far apart."""
+        n, arity = values.shape
+        bases = np.empty((n, arity // group), values.dtype)
+        for kind in (np.uint8, np.uint16):
+            offsets = np.empty((n, arity), kind)
+            dropped = np.iinfo(kind).max
+            # a few rows at a time, which stay in cache
+            for start in range(0, n, _CHUNK):
+                rows = values[start : start + _CHUNK].reshape(-1, arity // group, group)
+                negative = rows < 0
+                some = bool(negative.any())
+                if some:
+                    rows = np.where(negative, np.iinfo(values.dtype).max, rows)
+                base = rows[:, :, 0].copy()
+                for k in range(1, group):
+                    np.minimum(base, rows[:, :, k], out=base)
+                distance = rows - base[:, :, None]
+                if some:
+                    distance[negative] = 0
+                    base[negative.all(axis=2)] = 0
+                if int(distance.max(initial=0)) >= dropped:
+                    break
+                if some:
+                    distance[negative] = dropped
+                bases[start : start + _CHUNK] = base
+                offsets[start : start + _CHUNK] = distance.reshape(-1, arity)
+            else:
+                return cls(bases, offsets)
+        return None
+
+
+# Rows of a table that are made compact at a time.
+_CHUNK = 1024
+# Measured on element matrices: with 4 columns (P1 on tetrahedra) loops take 3 to 6% longer, with 6
+# (P2 on triangles) 3 to 6% less, with 30 (elasticity, P2 on tetrahedra) 10 to 20% less.
+_LEAST_GROUP = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -569,6 +644,10 @@ class ArgumentSpec:
         Whether the table can hold negative entries.
     buffer, table
         Operand numbers: equal numbers are the same array.
+    group
+        Entries of the table that share a base, where it is compact; else 1.
+    offset_dtype
+        numpy's dtype string of a compact table's offsets, else None.
     """
 
     kind: Kind
@@ -582,6 +661,8 @@ class ArgumentSpec:
     negative: bool
     buffer: int
     table: int | None
+    group: int = 1
+    offset_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -794,7 +875,7 @@ class Parloop:
     def spec(self) -> LoopSpec:
         """What compiled code depends on."""
         buffers: dict[Any, int] = {}
-        tables: dict[int, int] = {}
+        tables: dict[Any, int] = {}
         specs = []
         for argument in self.arguments:
             # an empty array has no address of its own
@@ -803,6 +884,7 @@ class Parloop:
             key = (empty, where, argument.buffer.dtype.str)
             buffer = buffers.setdefault(key, len(buffers))
             table = argument.table
+            compact = table.compact if table is not None else None
             assert argument.stride is not None
             specs.append(
                 ArgumentSpec(
@@ -816,9 +898,11 @@ class Parloop:
                     index_dtype=table.values.dtype.str if table is not None else None,
                     negative=table.allow_negative if table is not None else False,
                     buffer=buffer,
-                    table=tables.setdefault(id(table.values), len(tables))
+                    table=tables.setdefault((id(table.values), table.group), len(tables))
                     if table is not None
                     else None,
+                    group=table.group if table is not None and compact is not None else 1,
+                    offset_dtype=compact.offsets.dtype.str if compact is not None else None,
                 )
             )
         entities = self.iteration_set.entities
@@ -848,6 +932,16 @@ class Parloop:
             if spec.table is not None and argument.table is not None
         }
         return tuple(found[number] for number in range(len(found)))
+
+    @property
+    def index_arrays(self) -> list[npt.NDArray[Any]]:
+        """What compiled code reads of the tables: values or bases, by number, then offsets."""
+        compact = [table.compact for table in self.tables]
+        first = [
+            table.values if found is None else found.bases
+            for table, found in zip(self.tables, compact, strict=True)
+        ]
+        return first + [found.offsets for found in compact if found is not None]
 
 
 def _reads_what_it_stores(kernel: LocalKernel, formal: KernelArgument, argument: Argument) -> bool:

@@ -529,7 +529,7 @@ def csr_positions(
     IndexTable
         ``[n, k * row_components * l * col_components]``, in the row-major order ``[row, row
         component, column, column component]`` of the element matrix; ``int32`` where nnz is below
-        2**31, else ``int64``; -1 where the entry is dropped.
+        2**31, else ``int64``; -1 where the entry is dropped. Entries of a row are a group.
 
     Raises
     ------
@@ -576,7 +576,8 @@ def csr_positions(
                 indptr, indices, rows, cols, row_components, col_components, width, name
             )
         negative = rows.allow_negative or cols.allow_negative
-        return IndexTable(values, size, negative, f"positions in {name}")
+        group = cols.arity * col_components or 1
+        return IndexTable(values, size, negative, f"positions in {name}", group)
 
     return _cached(rows, key, make)
 

@@ -708,19 +708,22 @@ def test_loops_that_depend_on_order_run_in_order_only(schedule):
 
 @strategies
 @pytest.mark.parametrize("access", [INC, WRITE], ids=["INC", "WRITE"])
-def test_matrix(strategy, access):
+@pytest.mark.parametrize("arity", [3, 6])
+def test_matrix(strategy, access, arity):
     """Against scipy's own assembly; boundary rows are dropped."""
     cells, nodes = 40, 14
     rng = np.random.default_rng(3)
-    values = random_map(cells, 3, nodes, 3)
+    values = random_map(cells, arity, nodes, 3)
     rows = values.copy()
     rows[values < 3] = -1
-    matrices = whole(rng, (cells, 3, 3), float)
+    matrices = whole(rng, (cells, arity, arity), float)
     row_table = IndexTable(rows, nodes, allow_negative=True)
     column_table = IndexTable(values, nodes)
     indptr, indices = csr_pattern(row_table, column_table, nodes, nodes)
     positions = csr_positions(indptr, indices, row_table, column_table)
-    kernel = scaling(3, 3)
+    # six columns are enough for offsets of a byte
+    assert (positions.compact is not None) == (arity == 6)
+    kernel = scaling(arity, arity)
     data = np.zeros(len(indices))
     loop = Parloop(
         kernel,
@@ -742,6 +745,43 @@ def test_matrix(strategy, access):
                     expected[row, column] = matrices[cell, i, j]
     found = scipy.sparse.csr_matrix((data, indices, indptr), (nodes, nodes)).toarray()
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("reach", [200, 60_000])
+@pytest.mark.parametrize("batching", ["blocked", "flat"])
+@strategies
+def test_compact_tables(strategy, batching, reach, negative):
+    """Read and added to through offsets of one and of two bytes; each entry may be missing."""
+    cells, groups, group, rows = 30, 2, 6, 100_000
+    rng = np.random.default_rng(4)
+    bases = rng.integers(0, rows - reach, (cells, groups, 1))
+    offsets = rng.integers(0, reach, (cells, groups, group))
+    values = (bases + offsets).astype(np.int32).reshape(cells, -1)
+    # two cells that share all of their entries
+    values[7] = values[3]
+    if negative:
+        values[rng.random(values.shape) < 0.3] = -1
+        values[5, :group] = -1
+    k = KernelBuilder("compact")
+    y, x = k.argument(groups, group), k.argument(groups * group)
+    i, j = dims_of((groups, group))
+    number = Op("add", Op("mul", IndexOf(i), Scalar(group)), IndexOf(j))
+    k.store(y, (i, j), Op("mul", Scalar(3.0), Load(x, [number])))
+    kernel = k.kernel()
+    data = whole(rng, rows, float)
+
+    def make():
+        table = IndexTable(values, rows, negative, group=group)
+        assert table.compact is not None
+        assert table.compact.offsets.itemsize == (1 if reach == 200 else 2)
+        arguments = [
+            Argument.indirect(np.zeros(rows), INC, table),
+            Argument.indirect(data.copy(), READ, table),
+        ]
+        return Parloop(kernel, IterationSet(cells), arguments)
+
+    check(make, Schedule(strategy, batching, width=4))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -125,16 +125,17 @@ def test_cells_see_what_cells_before_them_stored(vulkan):
 
 
 @pytest.mark.parametrize("strategy", ["colour", "segmented"])
-def test_matrix(vulkan, strategy):
-    """Against scipy's own assembly."""
+@pytest.mark.parametrize("arity", [3, 6])
+def test_matrix(vulkan, strategy, arity):
+    """Against scipy's own assembly; with six columns the table is compact."""
     cells, nodes = 150, 30
     rng = np.random.default_rng(3)
-    table = IndexTable(random_map(cells, 3, nodes, 3), nodes)
-    matrices = whole(rng, (cells, 3, 3), float)
+    table = IndexTable(random_map(cells, arity, nodes, 3), nodes)
+    matrices = whole(rng, (cells, arity, arity), float)
     indptr, indices = csr_pattern(table, table, nodes, nodes)
     data = np.zeros(len(indices))
     loop = Parloop(
-        scaling(3, 3),
+        scaling(arity, arity),
         IterationSet(cells),
         [
             Argument.matrix(data, INC, csr_positions(indptr, indices, table, table), table),
@@ -143,8 +144,8 @@ def test_matrix(vulkan, strategy):
         ],
     )
     engine.compile(loop, vulkan, Schedule(strategy))()
-    rows = np.repeat(table.values, 3, axis=1).reshape(-1)
-    columns = np.tile(table.values, (1, 3)).reshape(-1)
+    rows = np.repeat(table.values, arity, axis=1).reshape(-1)
+    columns = np.tile(table.values, (1, arity)).reshape(-1)
     expected = scipy.sparse.coo_matrix((matrices.reshape(-1), (rows, columns)), (nodes, nodes))
     found = scipy.sparse.csr_matrix((data, indices, indptr), (nodes, nodes))
     np.testing.assert_array_equal(found.toarray(), expected.toarray())

@@ -473,6 +473,56 @@ def test_a_global_is_not_reduced_into_an_array_that_entities_change():
         loop_of(Argument.glob(buffer, INC), Argument.direct(buffer, INC))
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("reach", "kind"), [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, None)]
+)
+def test_tables_are_compact_where_entries_of_a_group_are_near(reach, kind, dtype):
+    rng = np.random.default_rng(2)
+    first = rng.integers(0, 10**9, (3000, 2, 1))
+    values = first + rng.integers(0, reach, (3000, 2, 7))
+    values[0, 0] = first[0, 0] + np.array([0, reach - 1, 1, 2, 3, 4, 5])
+    values = np.where(rng.random(values.shape) < 0.1, -1, values)
+    values[0, 0, :2] = first[0, 0, 0], first[0, 0, 0] + reach - 1
+    values[1, 1] = -5
+    table = IndexTable(values.reshape(3000, 14).astype(dtype), 2 * 10**9, True, group=7)
+    if kind is None:
+        assert table.compact is None
+        return
+    bases, offsets = table.compact.bases, table.compact.offsets
+    assert (bases.dtype, bases.shape) == (np.dtype(dtype), (3000, 2))
+    assert (offsets.dtype, offsets.shape) == (np.dtype(kind), (3000, 14))
+    found = np.where(
+        offsets == np.iinfo(kind).max, -1, bases.repeat(7, axis=1) + offsets.astype(dtype)
+    )
+    np.testing.assert_array_equal(found, np.maximum(table.values, -1))
+
+
+def test_tables_of_short_groups_are_not_compact():
+    values = np.arange(12, dtype=np.int32).reshape(2, 6)
+    assert IndexTable(values, 12, group=6).compact is not None
+    assert IndexTable(values, 12, group=3).compact is None
+    assert IndexTable(values, 12).compact is None
+    # a process without entities is to need the same module as the others
+    assert IndexTable(values[:0], 12, group=6).compact.offsets.dtype == np.uint8
+    assert IndexTable(np.full((2, 6), -1), 12, True, group=6).compact is not None
+    with refused("6 entries of an entity are no groups of 4"):
+        IndexTable(values, 12, group=4)
+    with refused("no groups of 0"):
+        IndexTable(values, 12, group=0)
+
+
+def test_compiled_code_depends_on_whether_a_table_is_compact():
+    values = np.arange(12, dtype=np.int32).reshape(2, 6)
+    near, far = IndexTable(values, 10**6, group=6), IndexTable(values * 70_000, 10**6, group=6)
+    for_one, for_other = (Argument(np.zeros(10**6), READ, Kind.INDIRECT, t) for t in (near, far))
+    kernel = LocalKernel("k", (KernelArgument("x", (6,), np.dtype(float)),), (), ())
+    one, other = (Parloop(kernel, IterationSet(2), [a]) for a in (for_one, for_other))
+    assert one.spec != other.spec
+    assert [a.dtype for a in one.index_arrays] == [np.dtype(np.int32), np.dtype(np.uint8)]
+    assert [a.dtype for a in other.index_arrays] == [np.dtype(np.int32)]
+
+
 def test_operands_are_numbered_by_identity():
     shared, other = table(), table()
     buffer = np.zeros(3)

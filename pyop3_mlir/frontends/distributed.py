@@ -240,7 +240,7 @@ def find_entries(
             whole[which] = positions
             positions = whole
         positions = np.ascontiguousarray(positions)
-        return IndexTable(positions, bound, allow_negative=True, name=name)
+        return IndexTable(positions, bound, True, name, columns.shape[1] or 1)
 
     return Entries(
         table(inner, places[inner], first),
@@ -276,7 +276,7 @@ def _rows(table: IndexTable, start: int, stop: int) -> IndexTable:
     key = ("rows", start, stop)
     if key not in table.plans:
         table.plans[key] = IndexTable(
-            table.values[start:stop], table.bound, table.allow_negative, table.name
+            table.values[start:stop], table.bound, table.allow_negative, table.name, table.group
         )
     found: IndexTable = table.plans[key]
     return found

@@ -1133,7 +1133,7 @@ def _find_positions(
         positions = found.values.reshape(len(rows), rows.shape[1] * row_dim, -1).copy()
         positions[dropped[0][:, :, None] | dropped[1][:, None, :]] = -1
         shape = found.values.shape
-        found = IndexTable(positions.reshape(shape), found.bound, allow_negative=True, name=name)
+        found = IndexTable(positions.reshape(shape), found.bound, True, name, found.group)
     return found
 
 

@@ -23,6 +23,7 @@ from xdsl.dialects.builtin import (
     ComplexType,
     Float32Type,
     Float64Type,
+    IndexType,
     ModuleOp,
     TensorType,
     i32,
@@ -53,6 +54,7 @@ from pyop3_mlir.kernels.program import (
     Temporary,
     postorder,
 )
+from pyop3_mlir.lowering.dialects.arith import IndexCastUIOp
 from pyop3_mlir.lowering.dialects.dense import SolveOp
 from pyop3_mlir.lowering.dialects.linalg import FillOp
 from pyop3_mlir.lowering.emit import (
@@ -81,14 +83,17 @@ def operand_types(spec: LoopSpec, segmented: bool = False) -> list[Attribute]:
     """Types of the operands of ``@loop``.
 
     ``start`` and ``stop`` (``i64``), the entity list if there is one, the tables by operand number,
-    the buffers by operand number, and with the segmented strategy the contributions of each of
-    :func:`segmented_arguments`; every array is flattened to one dimension of dynamic size.
+    the offsets of those that are compact, the buffers by operand number, and with the segmented
+    strategy the contributions of each of :func:`segmented_arguments`; every array is flattened to
+    one dimension of dynamic size.
     """
     types: list[Attribute] = [i64, i64]
     if spec.entities is not None:
         types.append(_flat(np.dtype(spec.entities)))
     tables = {a.table: a.index_dtype for a in spec.arguments if a.table is not None}
     types += [_flat(np.dtype(tables[number])) for number in sorted(tables)]
+    offsets = {a.table: a.offset_dtype for a in spec.arguments if a.offset_dtype is not None}
+    types += [_flat(np.dtype(kind)) for _, kind in sorted(offsets.items())]
     buffers = {a.buffer: a.dtype for a in spec.arguments}
     types += [_flat(np.dtype(buffers[number])) for number in sorted(buffers)]
     if segmented:
@@ -215,9 +220,13 @@ class _Builder:
             position += 1
         ntables = len({a.table for a in spec.arguments if a.table is not None})
         self.tables = args[position : position + ntables]
+        position += ntables
+        compact = sorted({a.table or 0 for a in spec.arguments if a.offset_dtype is not None})
+        self.offsets = dict(zip(compact, args[position:], strict=False))
+        position += len(compact)
         nbuffers = len({a.buffer for a in spec.arguments})
-        self.buffers = args[position + ntables : position + ntables + nbuffers]
-        self.contributions = args[position + ntables + nbuffers :]
+        self.buffers = args[position : position + nbuffers]
+        self.contributions = args[position + nbuffers :]
         self.values: dict[Source, SSAValue] = {}
         self.varying: dict[Source, bool] = {}
         self.scalars: dict[Source, Scalar] = {}
@@ -301,20 +310,43 @@ class _Builder:
         (self.cells,) = self._generic(0, 0, True, [], [out], body)
 
     def _row(
-        self, e: Emitter, spec: ArgumentSpec, cell: IndexLike, position: IndexLike
-    ) -> IndexLike:
-        """The row of the buffer that the pack's row ``position`` of an entity is."""
+        self,
+        e: Emitter,
+        spec: ArgumentSpec,
+        cell: IndexLike,
+        position: IndexLike,
+        base: SSAValue | None,
+    ) -> tuple[IndexLike, SSAValue | None]:
+        """The row of the buffer that the pack's row ``position`` of an entity is.
+
+        And whether there is one, where an entry of the table may be negative.
+        """
         if spec.kind is Kind.GLOBAL:
-            return 0
+            return 0, None
         if spec.kind is Kind.DIRECT:
-            return cell
+            return cell, None
         assert spec.table is not None
-        table = self.tables[spec.table]
+        inside: SSAValue | None = None
         at = e.add(e.mul(cell, spec.arity), position)
-        value = e.insert(
-            tensor.ExtractOp(table, [e.index(at)], table.type.element_type)  # type: ignore[attr-defined]
-        )
-        return e.to_index(value)
+        if base is None:
+            row = e.to_index(_entry(e, self.tables[spec.table], at))
+            if spec.negative:
+                inside = e.insert(arith.CmpiOp(row, e.index(0), "sge"))
+            return row, inside
+        offset = _entry(e, self.offsets[spec.table], at)
+        if spec.negative:
+            inside = e.insert(arith.CmpiOp(offset, e.constant(-1, offset.type), "ne"))
+        return e.add(base, e.insert(IndexCastUIOp(offset, IndexType()))), inside
+
+    def _base(
+        self, e: Emitter, spec: ArgumentSpec, cell: IndexLike, group: IndexLike
+    ) -> SSAValue | None:
+        """The row that a group of a compact table counts from; None for other tables."""
+        if spec.offset_dtype is None:
+            return None
+        assert spec.table is not None
+        at = e.add(e.mul(cell, spec.arity // spec.group), group)
+        return e.to_index(_entry(e, self.tables[spec.table], at))
 
     def _gather(self, argument: KernelArgument) -> None:
         """The pack of each entity, with the shape that the kernel gives it."""
@@ -339,14 +371,12 @@ class _Builder:
             cell = e.to_index(body.args[0])
         elif varying:
             cell = e.add(e.insert(LinalgIndexOp(rank)), self.start)
-        row = self._row(e, spec, cell, row)
+        base = self._base(e, spec, cell, e.floordiv(row, spec.group))
+        row, inside = self._row(e, spec, cell, row, base)
         buffer = self.buffers[spec.buffer]
         stored = buffer.type.element_type  # type: ignore[attr-defined]
-        inside: SSAValue | None = None
-        if spec.negative:
-            zero_index = e.index(0)
-            inside = e.insert(arith.CmpiOp(e.index(row), zero_index, "sge"))
-            row = e.insert(arith.MaxSIOp(e.index(row), zero_index))
+        if inside is not None:
+            row = e.insert(arith.SelectOp(inside, e.index(row), e.index(0)))
         at = e.add(e.mul(row, spec.stride), e.add(component, spec.offset))
         value = e.insert(tensor.ExtractOp(buffer, [e.index(at)], stored))
         if inside is not None:
@@ -598,10 +628,18 @@ class _Builder:
         layout = _Layout(output, spec)
 
         def nest(
-            e: Emitter, level: int, indices: list[IndexLike], row: IndexLike | None, y: SSAValue
+            e: Emitter,
+            level: int,
+            indices: list[IndexLike],
+            base: SSAValue | None,
+            row: IndexLike | None,
+            inside: SSAValue | None,
+            y: SSAValue,
         ) -> SSAValue:
+            if level == layout.group_level:
+                base = self._base(e, spec, cell, layout.group(e, indices))
             if level == layout.row_level:
-                row = self._row(e, spec, cell, layout.row(e, indices))
+                row, inside = self._row(e, spec, cell, layout.row(e, indices), base)
             if level == len(layout.extents):
                 assert row is not None
                 at = e.add(
@@ -620,20 +658,25 @@ class _Builder:
                 def store(inner: Emitter) -> SSAValue:
                     return _combine(inner, spec, output.argument.dtype, y, inner.index(at), new)
 
-                if not spec.negative:
+                if inside is None:
                     return store(e)
-                inside = e.insert(arith.CmpiOp(e.index(row), e.index(0), "sge"))
                 (result,) = e.if_else(inside, [y.type], lambda inner: [store(inner)], lambda _: [y])
                 return result
             if layout.extents[level] == 1:
-                return nest(e, level + 1, [*indices, 0], row, y)
+                return nest(e, level + 1, [*indices, 0], base, row, inside, y)
 
             def loop(inner: Emitter, i: SSAValue, args: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
-                return [nest(inner, level + 1, [*indices, i], row, args[0])]
+                return [nest(inner, level + 1, [*indices, i], base, row, inside, args[0])]
 
             return e.for_loop(0, layout.extents[level], 1, [y], loop)[0]
 
-        return nest(e, 0, [], None, buffer)
+        return nest(e, 0, [], None, None, None, buffer)
+
+
+def _entry(e: Emitter, table: SSAValue, at: IndexLike) -> SSAValue:
+    """An entry of a flat table."""
+    element = table.type.element_type  # type: ignore[attr-defined]
+    return e.insert(tensor.ExtractOp(table, [e.index(at)], element))
 
 
 def _covers(outputs: Sequence[Output], argument: KernelArgument) -> bool:
@@ -656,6 +699,8 @@ def _contribution_spec(spec: ArgumentSpec, whole: bool) -> ArgumentSpec:
         offset=0,
         negative=False,
         table=None,
+        group=1,
+        offset_dtype=None,
     )
 
 
@@ -787,7 +832,7 @@ class _Layout:
     """How the loops over one output piece run, and what row and component each iteration touches.
 
     Dimensions that choose the row come first, so that an entry of the table is read once for all
-    components of its row.
+    components of its row, and the base of a group once for those in it.
     """
 
     def __init__(self, output: Output, spec: ArgumentSpec) -> None:
@@ -795,13 +840,15 @@ class _Layout:
         slots = _evaluate(output.slot, output.dims)
         rows, components = slots // spec.components, slots % spec.components
         self.output = output
+        self._group = spec.group
         if len(extents) == 1 and spec.components > 1:
             flat = np.array_equal(slots, np.arange(extents[0]))
             if flat and extents[0] % spec.components == 0:
                 # one flat dimension over all slots: loop over rows, then over components
                 self.extents = [extents[0] // spec.components, spec.components]
                 self._order: list[int] | None = None
-                self.row_level = 1
+                self.row_level = self.group_level = 1
+                self._groups = None
                 self._components = spec.components
                 return
         row, component = _affine(rows, extents), _affine(components, extents)
@@ -812,6 +859,20 @@ class _Layout:
         self.row_level = len(first)
         self._row, self._component = row, component
         self._components = spec.components
+        self._groups = None if row is None or component is None else self._divided(row)
+        self.group_level = self.row_level
+        if self._groups is not None:
+            chosen = [level for level, d in enumerate(self._order) if self._groups[1][d]]
+            self.group_level = max(chosen, default=-1) + 1
+
+    def _divided(self, row: tuple[int, list[int]]) -> tuple[int, list[int]] | None:
+        """The row's group as a linear form as well, where it is one."""
+        constant, coefficients = row
+        inner = [c % self._group for c in coefficients]
+        reach = sum(c * (d.extent - 1) for c, d in zip(inner, self.output.dims, strict=True))
+        if constant % self._group + reach >= self._group:
+            return None
+        return constant // self._group, [c // self._group for c in coefficients]
 
     def _slot(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
         values = dict(zip(self.output.dims, self.value_indices(e, indices), strict=True))
@@ -837,6 +898,12 @@ class _Layout:
         if self._row is None or self._component is None:
             return e.floordiv(self._slot(e, indices), self._components)
         return self._linear(e, self._row, indices)
+
+    def group(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
+        """The group of entries that the row belongs to; ``indices`` of ``group_level`` loops."""
+        if self._groups is not None:
+            return self._linear(e, self._groups, indices)
+        return e.floordiv(self.row(e, indices), self._group)
 
     def component(self, e: Emitter, indices: Sequence[IndexLike]) -> IndexLike:
         """Component within the row."""

@@ -38,6 +38,7 @@ _TYPES = (
     ("bool", "i1", iree.HalElementType.BOOL_8),
     ("int8", "i8", iree.HalElementType.INT_8),
     ("uint8", "i8", iree.HalElementType.INT_8),
+    ("uint16", "i16", iree.HalElementType.INT_16),
     ("int32", "i32", iree.HalElementType.INT_32),
     ("uint32", "i32", iree.HalElementType.INT_32),
     ("int64", "i64", iree.HalElementType.INT_64),
