@@ -22,6 +22,7 @@ from xdsl.printer import Printer
 
 from pyop3_mlir import engine
 from pyop3_mlir.kernels.program import IndexOf, Op, Scalar, Table
+from pyop3_mlir.lowering import interface
 from pyop3_mlir.lowering.build import operand_types
 from pyop3_mlir.lowering.dialects import print_module
 from pyop3_mlir.lowering.interface import local_bytes, segmented_arguments
@@ -313,6 +314,14 @@ def test_local_memory_of_a_cell():
     i, j = dims_of((2, 2))
     k.store(y, (i, j), Op("mul", entry(x, i), Op("cast", entry(n, j), dtype=float)))
     assert local_bytes(k.kernel(), 1) == 8 * 4 + 8 * 2 + 4 * 3
+
+
+def test_local_memory_is_found_once_for_a_kernel(monkeypatch):
+    """Binding a loop to new arrays asks for it; that is done at each assembly."""
+    parloop = LOOPS["float64"]()
+    found = local_bytes(parloop.kernel, 4)
+    monkeypatch.setattr(interface, "bytes_of_temporaries", lambda *_: pytest.fail("looked again"))
+    assert local_bytes(parloop.kernel, 4) == found
 
 
 def test_what_does_not_vary_is_computed_once():

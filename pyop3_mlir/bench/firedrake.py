@@ -466,8 +466,8 @@ OVERHEADS: tuple[str, ...] = (
     ),
     "neo_hookean_p2_tetrahedron_residual",
     "neo_hookean_p2_tetrahedron_matrix",
-    # systems of 4, 10 and 20 unknowns in each cell
-    *(f"local_solve_p{degree}_tetrahedron_action" for degree in (1, 2, 3)),
+    # systems of 4, 10, 20 and 35 unknowns in each cell
+    *(f"local_solve_p{degree}_tetrahedron_action" for degree in (1, 2, 3, 4)),
 )
 """Names for :func:`run_overheads`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from pyop3_mlir.kernels.program import KernelArgument, Load, LocalKernel, postorder
 from pyop3_mlir.lowering.strips import bytes_of_temporaries
 from pyop3_mlir.parloop import Kind, LoopSpec
@@ -23,8 +25,19 @@ def reduction_name(argument: int) -> str:
     return f"reduce_{argument}"
 
 
+_local_bytes: WeakKeyDictionary[LocalKernel, dict[int, int]] = WeakKeyDictionary()
+
+
 def local_bytes(kernel: LocalKernel, width: int) -> int:
     """Bytes of local memory for a block of cells: the packs that are read, and temporaries."""
+    # asked for each time that a loop is bound to arrays, which is often, of the same kernel
+    known = _local_bytes.setdefault(kernel, {})
+    if width not in known:
+        known[width] = _find_local_bytes(kernel, width)
+    return known[width]
+
+
+def _find_local_bytes(kernel: LocalKernel, width: int) -> int:
     read = {
         node.source
         for statement in kernel.statements
