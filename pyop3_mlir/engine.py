@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import pyop3_mlir.kernels.dense
 import pyop3_mlir.kernels.program
 import pyop3_mlir.lowering
 from pyop3_mlir import planning
@@ -72,7 +73,10 @@ def _lowering_digest() -> str:
     digest = hashlib.sha256(version("xdsl").encode())
     roots = [Path(p) for p in pyop3_mlir.lowering.__path__]
     files = sorted(f for root in roots for f in root.rglob("*.py"))
-    for file in (Path(pyop3_mlir.kernels.program.__file__), *files):
+    # of the kernels' own modules, those that lowering uses
+    for name in (pyop3_mlir.kernels.dense.__file__, pyop3_mlir.kernels.program.__file__):
+        files.append(Path(name))
+    for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -92,13 +92,22 @@ def operand_types(spec: LoopSpec, segmented: bool = False) -> list[Attribute]:
         types.append(_flat(np.dtype(spec.entities)))
     tables = {a.table: a.index_dtype for a in spec.arguments if a.table is not None}
     types += [_flat(np.dtype(tables[number])) for number in sorted(tables)]
-    offsets = {a.table: a.offset_dtype for a in spec.arguments if a.offset_dtype is not None}
-    types += [_flat(np.dtype(kind)) for _, kind in sorted(offsets.items())]
+    types += [_flat(np.dtype(kind)) for _, kind in _offsets(spec)]
     buffers = {a.buffer: a.dtype for a in spec.arguments}
     types += [_flat(np.dtype(buffers[number])) for number in sorted(buffers)]
     if segmented:
         types += [_flat(np.dtype(spec.arguments[k].dtype)) for k in segmented_arguments(spec)]
     return types
+
+
+def _offsets(spec: LoopSpec) -> list[tuple[int, str]]:
+    """Operand numbers of the tables that are compact, and the dtypes of their offsets."""
+    found = {
+        a.table: a.offset_dtype
+        for a in spec.arguments
+        if a.table is not None and a.offset_dtype is not None
+    }
+    return sorted(found.items())
 
 
 def written_buffers(kernel: LocalKernel, spec: LoopSpec, segmented: bool = False) -> list[int]:
@@ -221,7 +230,7 @@ class _Builder:
         ntables = len({a.table for a in spec.arguments if a.table is not None})
         self.tables = args[position : position + ntables]
         position += ntables
-        compact = sorted({a.table or 0 for a in spec.arguments if a.offset_dtype is not None})
+        compact = [number for number, _ in _offsets(spec)]
         self.offsets = dict(zip(compact, args[position:], strict=False))
         position += len(compact)
         nbuffers = len({a.buffer for a in spec.arguments})
