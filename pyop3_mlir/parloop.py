@@ -934,6 +934,13 @@ class Parloop:
         return tuple(found[number] for number in range(len(found)))
 
     @property
+    def compulsory_bytes(self) -> int:
+        """Bytes that a run cannot avoid to move: each array once, twice where it is changed."""
+        written = {spec.buffer for spec in self.spec.arguments if spec.access.writes}
+        buffers = (b.nbytes * (1 + (n in written)) for n, b in enumerate(self.buffers))
+        return sum(array.nbytes for array in self.index_arrays) + sum(buffers)
+
+    @property
     def index_arrays(self) -> list[npt.NDArray[Any]]:
         """What compiled code reads of the tables: values or bases, by number, then offsets."""
         compact = [table.compact for table in self.tables]

@@ -523,6 +523,19 @@ def test_compiled_code_depends_on_whether_a_table_is_compact():
     assert [a.dtype for a in other.index_arrays] == [np.dtype(np.int32)]
 
 
+def test_what_a_loop_has_to_move_is_counted():
+    """A map of 3 x 2 int32, a vector that is read, one that is changed."""
+    values = np.arange(6, dtype=np.int32).reshape(3, 2)
+    map_ = IndexTable(values, 6)
+    kernel = LocalKernel("k", tuple(KernelArgument(n, (2,), np.dtype(float)) for n in "yx"), (), ())
+    arguments = [
+        Argument.indirect(np.zeros(6), INC, map_),
+        Argument.indirect(np.zeros(6), READ, map_),
+    ]
+    loop = Parloop(kernel, IterationSet(3), arguments)
+    assert loop.compulsory_bytes == 4 * 6 + 8 * 6 + 2 * 8 * 6
+
+
 def test_operands_are_numbered_by_identity():
     shared, other = table(), table()
     buffer = np.zeros(3)

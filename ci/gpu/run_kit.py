@@ -35,7 +35,6 @@ from pyop3_mlir.bench.cases import FormLoop  # noqa: E402
 from pyop3_mlir.bench.meshes import aligned, tetrahedra  # noqa: E402
 from pyop3_mlir.errors import Pyop3MlirError  # noqa: E402
 from pyop3_mlir.lowering.schedule import Schedule  # noqa: E402
-from pyop3_mlir.parloop import Parloop  # noqa: E402
 from pyop3_mlir.runtime import bundle, residency  # noqa: E402
 from pyop3_mlir.runtime.devices import Device, get_device  # noqa: E402
 from pyop3_mlir.runtime.executable import Executable  # noqa: E402
@@ -344,15 +343,6 @@ def matmul_rate(device: Device, size: int, budget: float) -> tuple[float, float]
     return 2 * size**3 / seconds_per_call(lambda: call.submit(0, 0), call.wait, budget), error
 
 
-def compulsory_bytes(parloop: Parloop) -> int:
-    """Each array once, twice where it is changed."""
-    written = {a.buffer for a in parloop.spec.arguments if a.access.writes}
-    return sum(table.values.nbytes for table in parloop.tables) + sum(
-        buffer.nbytes * (2 if number in written else 1)
-        for number, buffer in enumerate(parloop.buffers)
-    )
-
-
 def make_loop(case: dict[str, Any], edge: int) -> FormLoop:
     """The loop on a mesh, with the kernel that the kit brings."""
     loop = FormLoop(case["form"], tetrahedra(edge, case["degree"]), case["rank"])
@@ -462,7 +452,7 @@ class Run:
         """Check and time a case on one mesh."""
         loop = make_loop(case, edge)
         expected = reference(case, t, loop)
-        moved = compulsory_bytes(loop.parloop)
+        moved = loop.parloop.compulsory_bytes
         flops = case["flops_per_cell"] * loop.mesh.size
         roofline = max(moved / self.copy, flops / self.flops)
         bound_by = "memory" if roofline == moved / self.copy else "arithmetic"

@@ -152,18 +152,6 @@ class FormLoop:
         tree = compile_gem(self.gem.assignments, self.gem.quadrature, remove_zeros=True)
         return int(count_flops(tree)) * self.mesh.size
 
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes that the loop cannot avoid to move: each array once, twice where it is changed."""
-        parloop = self.bare_parloop
-        tables = sum(table.values.nbytes for table in parloop.tables)
-        written = {a.buffer for a in parloop.spec.arguments if a.access.writes}
-        buffers = sum(
-            buffer.nbytes * (2 if number in written else 1)
-            for number, buffer in enumerate(parloop.buffers)
-        )
-        return tables + buffers
-
 
 @dataclass(frozen=True)
 class Case:

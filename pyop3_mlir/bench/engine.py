@@ -116,7 +116,7 @@ def run_case(
     seconds = interleave(functions, runs, clock)
     ours_s, baseline_s = seconds[0], seconds[1] if baseline is not None else None
     values = (
-        case.name, loop.mesh.size, loop.dofs, loop.flops, loop.bytes,
+        case.name, loop.mesh.size, loop.dofs, loop.flops, loop.parloop.compulsory_bytes,
         ours.schedule.strategy, _batching(ours.schedule), ours_s, description, baseline_s,
         None if baseline_s is None else baseline_s / ours_s, difference,
     )  # fmt: skip

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from pyop3_mlir.bench.engine import KEYS, geometric_mean, interleave, machine
 from pyop3_mlir.lowering.schedule import Schedule
-from pyop3_mlir.parloop import Parloop
 
 __all__ = [
     "CASES",
@@ -336,7 +335,7 @@ def run_case(
         detach(backend)
     values = (
         case.name, bound[0].parloop.iteration_set.owned, _dofs(ours.assembler), _flops(ours.loops),
-        sum(_bytes(loop.parloop) for loop in bound),
+        sum(loop.parloop.compulsory_bytes for loop in bound),
         _joined(loop.schedule.strategy for loop in bound),
         _joined(str(loop.schedule).split("/", 1)[-1] for loop in bound),
         ours_s, "pyop2", theirs_s, theirs_s / ours_s,
@@ -353,14 +352,6 @@ def _dofs(assembler: Any) -> int:
 def _flops(loops: Sequence[Any]) -> int:
     """TSFC's count: of its own kernels, whoever runs the loop."""
     return int(sum(loop.num_flops * loop.iterset.size for loop in loops))
-
-
-def _bytes(parloop: Parloop) -> int:
-    """Bytes that the loop cannot avoid to move: each array once, twice where it is changed."""
-    written = {a.buffer for a in parloop.spec.arguments if a.access.writes}
-    tables = sum(table.values.nbytes for table in parloop.tables)
-    buffers = (b.nbytes * (1 + (n in written)) for n, b in enumerate(parloop.buffers))
-    return tables + sum(buffers)
 
 
 def _joined(texts: Iterable[str]) -> str:

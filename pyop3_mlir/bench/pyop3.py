@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyop3_mlir.bench.engine import KEYS, interleave
-from pyop3_mlir.bench.firedrake import CASES, Case, _bytes, _dofs, _joined, case_named
+from pyop3_mlir.bench.firedrake import CASES, Case, _dofs, _joined, case_named
 from pyop3_mlir.bench.firedrake import table as firedrake_table
 from pyop3_mlir.lowering.schedule import Schedule
 
@@ -133,7 +133,7 @@ def run_case(
         bound[0].parloop.iteration_set.size,
         _dofs(assembly.assembler),
         sum(b.parloop.kernel.count_flops() * b.parloop.iteration_set.size for b in bound),
-        sum(_bytes(b.parloop) for b in bound),
+        sum(b.parloop.compulsory_bytes for b in bound),
         _joined(b.schedule.strategy for b in bound),
         _joined(str(b.schedule).split("/", 1)[-1] for b in bound),
         ours_s,
