@@ -503,7 +503,7 @@ def test_inverse(n: int) -> None:
     check([(target(), trace)], {"a": a}, 1e-12)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 3, 5, 7])
 @pytest.mark.parametrize("columns", [(), (2,), (5,)])
 def test_solve(n: int, columns: tuple[int, ...]) -> None:
     indices = [index(extent) for extent in (n, *columns)]
@@ -516,8 +516,33 @@ def test_solve(n: int, columns: tuple[int, ...]) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-11)
 
 
+@pytest.mark.parametrize("n", [3, 5, 8])
+def test_solutions_are_added_but_not_their_systems(n: int) -> None:
+    """A sum of sums is one sum; of two systems it is two solutions that are added."""
+    i, j, k = index(n), index(n), index(n)
+    rng = np.random.default_rng(n)
+    data = {name: rng.standard_normal((CELLS, n, n)) + 3 * np.eye(n) for name in "ac"}
+    data |= {"b": random(n), "d": random(n)}
+    first, second = (
+        gem.Indexed(gem.Solve(gem.Variable(m, (n, n)), gem.Variable(v, (n,))), (i,))
+        for m, v in ("ab", "cd")
+    )
+    difference = gem.Sum(first, gem.Product(gem.Literal(-2.0), second))
+    kernel = check([(target(i), gem.Sum(first, second))], data, 1e-12)
+    found = run(kernel, data)["A"]
+    expected = sum(np.linalg.solve(data[m], data[v][..., None])[..., 0] for m, v in ("ab", "cd"))
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    check([(target(i), difference), (target(i), first)], data, 1e-12)
+    # constant tables that meet a solution are not taken into its system either
+    table = gem.Literal(rng.standard_normal((4, n)))
+    product = gem.Product(gem.Indexed(table, (q := index(4), i)), first)
+    check([(target(q), gem.IndexSum(product, (i,)))], data, 1e-12)
+    outer = gem.Product(gem.Indexed(gem.Literal(rng.standard_normal((n, n))), (k, j)), second)
+    check([(target(i, k), gem.IndexSum(gem.Product(outer, vector("b", j)), (j,)))], data, 1e-12)
+
+
 def test_inverse_at_every_quadrature_point() -> None:
-    for n in (2, 3, 4):
+    for n in (2, 3, 4, 7):
         q, r, c, i, j = index(5), index(n), index(n), index(n), index(n)
         entry = gem.Indexed(gem.Variable("a", (5, n, n)), (q, r, c))
         matrix = gem.ComponentTensor(gem.Sum(gem.Delta(r, c), gem.Product(entry, entry)), (r, c))

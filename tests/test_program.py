@@ -118,6 +118,12 @@ def test_validation_finds_what_is_wrong() -> None:
     for bad in wrong:
         with pytest.raises(ValueError, match="small"):
             LocalKernel("small", kernel.arguments, (bad,), kernel.outputs).validate()
+    (body,), e = statement.bodies, statement.reductions
+    system = Op("solve", body, body, IndexOf(i), dtype=F64)
+    for bad_body in (Op("neg", system), Op("add", system, system)):
+        nested = Compute((t,), (i,), e, (bad_body,))
+        with pytest.raises(ValueError, match="small: a system is not a statement's body"):
+            LocalKernel("small", kernel.arguments, (nested,), kernel.outputs).validate()
     with pytest.raises(ValueError, match="twice"):
         LocalKernel("small", kernel.arguments, (statement, statement), ()).validate()
     with pytest.raises(ValueError, match="output"):

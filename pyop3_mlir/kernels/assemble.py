@@ -40,6 +40,7 @@ from pyop3_mlir.kernels.program import (
     Source,
     Table,
     Temporary,
+    is_system,
     postorder,
     rebuild,
 )
@@ -94,6 +95,11 @@ class Definition:
     def scope(self) -> DimSet:
         """All dimensions of the loop nest."""
         return frozenset(self.dims + self.reductions)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it sums anything up."""
+        return bool(self.reductions) and not is_system(self.body)
 
 
 @dataclass(frozen=True, eq=False)
@@ -537,7 +543,7 @@ class Builder:
             return self._expand_constant(factors, over)
         load = varying[0]
         definition = self.definitions.get(load.source)
-        if len(varying) > 1 or definition is None or not definition.reductions:
+        if len(varying) > 1 or definition is None or not definition.is_sum:
             return None
         if not _is_whole(load, definition):
             return None
@@ -827,7 +833,7 @@ class Builder:
                 definition = self.definitions.get(term.source) if isinstance(term, Load) else None
                 if (
                     definition is None
-                    or not definition.reductions
+                    or not definition.is_sum
                     or not _is_whole(term, definition)
                     or users[definition.temporary] > 1
                 ):
@@ -906,7 +912,7 @@ class Builder:
         """Whether a temporary for ``node`` would be no gain, or not allowed."""
         if not isinstance(node, Op):
             return True
-        if node.dtype == INDEX or node.dtype.kind == "b" or node.name == "solve":
+        if node.dtype == INDEX or node.dtype.kind == "b" or is_system(node):
             return True
         return node.name == "cast" and not isinstance(node.children[0], Op)
 

@@ -47,6 +47,7 @@ from pyop3_mlir.kernels.program import (
     Source,
     Table,
     Temporary,
+    is_system,
     postorder,
 )
 from pyop3_mlir.kernels.separation import Separation
@@ -1920,8 +1921,10 @@ class _Importer:
             names = rename((*definition.dims, *definition.reductions))
             body = rewrite(definition.body, names)
             dims = tuple(names[d] for d in definition.dims)
-            if definition.reductions:
-                over = tuple(names[d] for d in definition.reductions)
+            over = tuple(names[d] for d in definition.reductions)
+            if is_system(body):
+                value = builder.define(body, dims, over)
+            elif over:
                 value = Separation(builder, bodies, over, numbers).reduce(body)
             elif isinstance(body, Load | Scalar) or definition.result in inlined:
                 value = body

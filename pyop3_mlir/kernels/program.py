@@ -41,6 +41,7 @@ __all__ = [
     "System",
     "Table",
     "Temporary",
+    "is_system",
     "postorder",
     "rebuild",
 ]
@@ -410,6 +411,11 @@ class Compute:
     bodies: tuple[Expr, ...]
 
 
+def is_system(body: Expr) -> bool:
+    """Whether the body of a statement is no summand but stands for systems of equations."""
+    return isinstance(body, Op) and body.name == "solve"
+
+
 @dataclass(frozen=True)
 class System:
     """What a body ``solve(a, b, u)`` of a statement says.
@@ -437,7 +443,7 @@ class System:
     @classmethod
     def of(cls, statement: Compute, body: Expr) -> Self | None:
         """The system that one of a statement's bodies stands for; None where it is a summand."""
-        if not isinstance(body, Op) or body.name != "solve":
+        if not is_system(body):
             return None
         matrix, side, index = body.children
         assert isinstance(index, IndexOf)
@@ -552,6 +558,10 @@ class LocalKernel:
             if len(statement.results) != len(statement.bodies):
                 raise ValueError(f"kernel {self.name}: results and bodies differ in number")
             for node in postorder(statement.bodies):
+                if any(map(is_system, node.children)) or (
+                    is_system(node) and len(statement.reductions) != 1
+                ):
+                    raise ValueError(f"kernel {self.name}: a system is not a statement's body")
                 if isinstance(node, IndexOf) and node.dim not in allowed:
                     raise ValueError(f"kernel {self.name}: dimension {node.dim.name} is not bound")
                 if (

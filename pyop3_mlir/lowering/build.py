@@ -52,6 +52,7 @@ from pyop3_mlir.kernels.program import (
     System,
     Table,
     Temporary,
+    is_system,
     postorder,
 )
 from pyop3_mlir.lowering.dialects.arith import IndexCastUIOp
@@ -192,7 +193,7 @@ def _reduced_parts(statement: Compute) -> list[Compute]:
     used: dict[Expr, frozenset[Dim]] = {}
     for node in postorder(statement.bodies):
         own: Sequence[Dim] = (node.dim,) if isinstance(node, IndexOf) else ()
-        if isinstance(node, Op) and node.name == "solve":
+        if is_system(node):
             own = statement.reductions
         used[node] = frozenset(own).union(*(used[child] for child in node.children))
     parts: dict[tuple[Dim, ...], list[tuple[Temporary, Expr]]] = {}

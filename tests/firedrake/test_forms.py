@@ -321,6 +321,17 @@ def test_slate_solve_of_a_larger_system(verifying: Any) -> None:
     verifying.all_lowered()
 
 
+def test_slate_sum_of_larger_systems(verifying: Any) -> None:
+    """Firedrake's own test of nested expressions, with other numbers."""
+    space = FunctionSpace(triangles(1), "DG", 3)
+    f, g = (AssembledVector(filled(space, shift)) for shift in (0.0, 1.0))
+    u, v = TrialFunction(space), TestFunction(space)
+    a = Tensor(inner(u, v) * dx)
+    b = Tensor(2.0 * inner(u, v) * dx + inner(grad(u), grad(v)) * dx)
+    assemble((b.T * a.inv).T * g + (-a.inv.T * b.T).inv * f + b.inv * a.T * f)
+    verifying.all_lowered()
+
+
 def test_interpolation_and_projection(verifying: Any) -> None:
     mesh = triangles(2)
     f = filled(FunctionSpace(mesh, "CG", 3))
