@@ -49,15 +49,14 @@ def _lower(op: SolveOp, e: Emitter) -> None:
     type_ = op.matrix.type
     assert isinstance(type_, MemRefType)
     shape = type_.get_shape()
-    width = shape[-1] if op.has_cells else 0
     # there are no vectors of complex numbers
-    lanes = width > 1 and not isinstance(type_.element_type, ComplexType)
+    one_by_one = op.has_cells and (shape[-1] == 1 or isinstance(type_.element_type, ComplexType))
 
     def batch(e: Emitter, indices: list[IndexLike]) -> None:
-        if lanes or not op.has_cells:
-            _System(op, indices, None, width).solve(e)
+        if one_by_one:
+            _nest(e, shape[-1:], lambda e, cell: _System(op, indices, cell).solve(e))
         else:
-            _nest(e, (width,), lambda e, i: _System(op, indices, i[0], 1).solve(e))
+            _System(op, indices).solve(e)
 
     _nest(e, shape[: op.batch.value.data], batch)
 
@@ -79,10 +78,7 @@ def _nest(
 
 
 def _loop(
-    e: Emitter,
-    start: IndexLike,
-    stop: IndexLike,
-    body: Callable[[Emitter, SSAValue], None],
+    e: Emitter, start: IndexLike, stop: IndexLike, body: Callable[[Emitter, SSAValue], None]
 ) -> None:
     def call(e: Emitter, i: SSAValue, _: tuple[SSAValue, ...]) -> Sequence[SSAValue]:
         body(e, i)
@@ -100,12 +96,12 @@ class _System:
         Where its matrix and right-hand sides are.
     batch
         Its number.
-    lane
-        The cell to which it belongs; None if there are ``width`` of them, or no cells.
+    cell
+        The index of its cell; empty where each cell is a lane, or there are none.
     """
 
     def __init__(
-        self, op: SolveOp, batch: list[IndexLike], lane: IndexLike | None, width: int
+        self, op: SolveOp, batch: Sequence[IndexLike], cell: Sequence[IndexLike] = ()
     ) -> None:
         self.batch = batch
         self.matrix, self.side = op.matrix, op.side
@@ -114,8 +110,8 @@ class _System:
         assert isinstance(type_, MemRefType)
         self.size = type_.get_shape()[len(batch)]
         self.element = type_.element_type
-        self.width = width if lane is None else 0
-        self.last = [lane] if lane is not None else [0] if self.width else []
+        self.width = type_.get_shape()[-1] if op.has_cells and not cell else 0
+        self.last = cell or ([0] if self.width else [])
 
     def solve(self, e: Emitter) -> None:
         """Leave the solution in the place of the right-hand sides."""
