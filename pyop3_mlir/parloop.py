@@ -400,7 +400,7 @@ class Compact:
 # Rows of a table that are made compact at a time.
 _CHUNK = 1024
 # Measured on element matrices: with 4 columns (P1 on tetrahedra) loops take 3 to 6% longer, with 6
-# (P2 on triangles) 3 to 6% less, with 30 (elasticity, P2 on tetrahedra) 10 to 20% less.
+# (P2 on triangles) up to 6% less, with 30 (elasticity, P2 on tetrahedra) 10 to 20% less.
 _LEAST_GROUP = 6
 
 
