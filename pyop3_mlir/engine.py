@@ -74,9 +74,8 @@ def _lowering_digest() -> str:
     roots = [Path(p) for p in pyop3_mlir.lowering.__path__]
     files = sorted(f for root in roots for f in root.rglob("*.py"))
     # of the kernels' own modules, those that lowering uses
-    for name in (pyop3_mlir.kernels.dense.__file__, pyop3_mlir.kernels.program.__file__):
-        files.append(Path(name))
-    for file in files:
+    own = (pyop3_mlir.kernels.dense.__file__, pyop3_mlir.kernels.program.__file__)
+    for file in (*map(Path, own), *files):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

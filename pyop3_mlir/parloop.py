@@ -369,32 +369,32 @@ class Compact:
         """The values ``[n, arity]`` in this form; None where entries are too far apart."""
         n, arity = values.shape
         bases = np.empty((n, arity // group), values.dtype)
-        for kind in (np.uint8, np.uint16):
-            offsets = np.empty((n, arity), kind)
-            dropped = np.iinfo(kind).max
-            # a few rows at a time, which stay in cache
-            for start in range(0, n, _CHUNK):
-                rows = values[start : start + _CHUNK].reshape(-1, arity // group, group)
-                negative = rows < 0
-                some = bool(negative.any())
-                if some:
-                    rows = np.where(negative, np.iinfo(values.dtype).max, rows)
-                base = rows[:, :, 0].copy()
-                for k in range(1, group):
-                    np.minimum(base, rows[:, :, k], out=base)
-                distance = rows - base[:, :, None]
-                if some:
-                    distance[negative] = 0
-                    base[negative.all(axis=2)] = 0
-                if int(distance.max(initial=0)) >= dropped:
-                    break
-                if some:
-                    distance[negative] = dropped
-                bases[start : start + _CHUNK] = base
-                offsets[start : start + _CHUNK] = distance.reshape(-1, arity)
-            else:
-                return cls(bases, offsets)
-        return None
+        offsets = np.empty((n, arity), np.uint16)
+        dropped, farthest = np.iinfo(np.uint16).max, 0
+        # a few rows at a time, which stay in cache
+        for start in range(0, n, _CHUNK):
+            rows = values[start : start + _CHUNK].reshape(-1, arity // group, group)
+            negative = rows < 0
+            some = bool(negative.any())
+            if some:
+                rows = np.where(negative, np.iinfo(values.dtype).max, rows)
+            base = rows[:, :, 0].copy()
+            for k in range(1, group):
+                np.minimum(base, rows[:, :, k], out=base)
+            distance = rows - base[:, :, None]
+            if some:
+                distance[negative] = 0
+                base[negative.all(axis=2)] = 0
+            farthest = max(farthest, int(distance.max(initial=0)))
+            if farthest >= dropped:
+                return None
+            if some:
+                distance[negative] = dropped
+            bases[start : start + _CHUNK] = base
+            offsets[start : start + _CHUNK] = distance.reshape(-1, arity)
+        # the largest number of two bytes becomes that of one
+        small = farthest < np.iinfo(np.uint8).max
+        return cls(bases, offsets.astype(np.uint8) if small else offsets)
 
 
 # Rows of a table that are made compact at a time.

@@ -283,6 +283,15 @@ def test_statements_grow_with_the_number_of_rows_alone() -> None:
     assert len(dense.eliminated(solution(40)).statements) <= 5 * 40
 
 
+@cases(40)
+def test_a_system_of_forty_unknowns(n: int, run: Run) -> None:
+    a = random_matrices(n, 1e3)
+    b = np.random.default_rng(6).standard_normal((CELLS, n))
+    left, right = argument("a", a), argument("b", b)
+    found = run(*dense.solve(left, right), (left, a), (right, b))
+    assert error(found, np.linalg.solve(a, b[..., None])[..., 0]) < 1e-11
+
+
 def test_loops_do_not_grow_with_the_size_of_the_system() -> None:
     def length(n: int) -> int:
         kernel = solution(n)

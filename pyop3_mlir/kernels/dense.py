@@ -394,18 +394,11 @@ def eliminated(kernel: LocalKernel) -> LocalKernel:
     """The kernel with statements of sums alone, where it has bodies ``solve``."""
     statements: list[Compute] = []
     for statement in kernel.statements:
-        sums = []
-        for result, body in zip(statement.results, statement.bodies, strict=True):
-            system = System.of(statement, body)
-            if system is None:
-                sums.append((result, body))
-            else:
-                statements += _elimination(statement.dims, system, result)
-        if len(sums) == len(statement.results):
-            statements.append(statement)
-        elif sums:
-            results, bodies = zip(*sums, strict=True)
-            statements.append(replace(statement, results=results, bodies=bodies))
+        systems, sums = statement.separated()
+        for result, system in systems.items():
+            statements += _elimination(statement.dims, system, result)
+        if sums.results:
+            statements.append(sums)
     return replace(kernel, statements=tuple(statements))
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
 
@@ -410,6 +410,19 @@ class Compute:
     reductions: tuple[Dim, ...]
     bodies: tuple[Expr, ...]
 
+    def separated(self) -> tuple[dict[Temporary, System], Compute]:
+        """The systems that bodies stand for, by result, and the statement of the other bodies."""
+        systems: dict[Temporary, System] = {}
+        others: dict[Temporary, Expr] = {}
+        for result, body in zip(self.results, self.bodies, strict=True):
+            if is_system(body):
+                systems[result] = System.of(self, body)
+            else:
+                others[result] = body
+        if not systems:
+            return systems, self
+        return systems, replace(self, results=tuple(others), bodies=tuple(others.values()))
+
 
 def is_system(body: Expr) -> bool:
     """Whether the body of a statement is no summand but stands for systems of equations."""
@@ -441,10 +454,8 @@ class System:
     side: Expr
 
     @classmethod
-    def of(cls, statement: Compute, body: Expr) -> Self | None:
-        """The system that one of a statement's bodies stands for; None where it is a summand."""
-        if not is_system(body):
-            return None
+    def of(cls, statement: Compute, body: Expr) -> Self:
+        """The system that one of a statement's bodies stands for."""
         matrix, side, index = body.children
         assert isinstance(index, IndexOf)
         (equation,) = statement.reductions
@@ -534,18 +545,18 @@ class LocalKernel:
         """Floating point operations of one cell: every non-index Op once an iteration."""
         total = 0
         for statement in self.statements:
-            systems = [System.of(statement, body) for body in statement.bodies]
-            total += sum(system.count_flops() for system in systems if system is not None)
+            systems, statement = statement.separated()
+            total += sum(system.count_flops() for system in systems.values())
             points = math.prod(d.extent for d in statement.dims + statement.reductions)
             ops = sum(
                 1
                 for node in postorder(statement.bodies)
                 if isinstance(node, Op)
                 and node.dtype.kind in "fc"
-                and node.name not in ("cast", "select", "real", "imag", "conj", "solve")
+                and node.name not in ("cast", "select", "real", "imag", "conj")
             )
             if statement.reductions:
-                ops += systems.count(None)
+                ops += len(statement.results)
             total += points * ops
         return total
 

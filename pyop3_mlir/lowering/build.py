@@ -414,7 +414,9 @@ class _Builder:
         """One linalg.generic with a result for each body that is not a constant or a system."""
         if not statement.reductions:
             statement = self._constants(statement)
-        statement = self._systems(statement)
+        systems, statement = statement.separated()
+        for result, system in systems.items():
+            self._solve(statement.dims, system, result)
         if statement.results:
             loads = self._loads(statement.bodies)
             self._emit(statement, loads, any(self.varying[load.source] for load in loads))
@@ -430,19 +432,6 @@ class _Builder:
             self._source(load.source)
         return loads
 
-    def _systems(self, statement: Compute) -> Compute:
-        """Solve the systems; what is left of the statement."""
-        left = []
-        for result, body in zip(statement.results, statement.bodies, strict=True):
-            system = System.of(statement, body)
-            if system is None:
-                left.append((result, body))
-            else:
-                self._solve(statement.dims, system, result)
-        return replace(
-            statement, results=tuple(r for r, _ in left), bodies=tuple(b for _, b in left)
-        )
-
     def _solve(self, dims: tuple[Dim, ...], system: System, result: Temporary) -> None:
         """One dense.solve, on copies that it may use up."""
         loads = self._loads([system.matrix, system.side])
@@ -457,10 +446,11 @@ class _Builder:
         side = copy("b", (*system.batch, system.equation, *system.columns), system.side)
         found = (*system.batch, system.unknown, *system.columns)
         value = self.e.insert(SolveOp(matrix, side, len(system.batch), side.type))
-        solution = Temporary("x", tuple(dim.extent for dim in found), result.dtype)
-        for temporary in (solution, result):
-            self.values[temporary], self.varying[temporary] = value, varying
+        solution = result
         if found != dims:
+            solution = Temporary("x", tuple(dim.extent for dim in found), result.dtype)
+        self.values[solution], self.varying[solution] = value, varying
+        if solution is not result:
             entry = Load(solution, [IndexOf(dim) for dim in found])
             self._compute(Compute((result,), dims, (), (entry,)))
 

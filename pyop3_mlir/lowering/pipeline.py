@@ -20,9 +20,9 @@ stage                 made by                                         dialects
 
 Everything before ``outline-dispatch`` is upstream MLIR, but for ``dense.solve``, which is there
 from the tensor stage to ``eliminate`` where a kernel solves systems too large for straight code.
-With flat batching these are statements already, see
-:func:`~pyop3_mlir.kernels.dense.eliminated`. With flat batching only the scatter takes
-the way through memrefs; the rest stays on tensors, and IREE makes its own dispatches of it.
+With flat batching those are sums from the start (:func:`~pyop3_mlir.kernels.dense.eliminated`), and
+only the scatter takes the way through memrefs; the rest stays on tensors, and IREE makes its own
+dispatches of it.
 """
 
 from __future__ import annotations

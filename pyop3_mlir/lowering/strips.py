@@ -18,7 +18,6 @@ from pyop3_mlir.kernels.program import (
     KernelArgument,
     Load,
     LocalKernel,
-    System,
     postorder,
 )
 
@@ -208,15 +207,14 @@ def bytes_of_temporaries(kernel: LocalKernel, width: int) -> int:
     # no strip goes across the solution of systems, which needs a copy of their matrices
     parts: list[list[Compute]] = [[]]
     for statement in kernel.statements:
-        systems = [System.of(statement, body) for body in statement.bodies]
-        if not any(systems):
+        systems, _ = statement.separated()
+        if not systems:
             parts[-1].append(statement)
             continue
         parts += [[statement], []]
-        for system, result in zip(systems, statement.results, strict=True):
-            if system is not None:
-                dims = *system.batch, system.equation, system.unknown
-                total += math.prod(dim.extent for dim in dims) * result.dtype.itemsize * width
+        for result, system in systems.items():
+            dims = *system.batch, system.equation, system.unknown
+            total += math.prod(dim.extent for dim in dims) * result.dtype.itemsize * width
     of = {result: k for k, part in enumerate(parts) for s in part for result in s.results}
     kept: set[Hashable] = {output.value for output in kernel.outputs}
     for number, part in enumerate(parts):
